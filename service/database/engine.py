@@ -1,0 +1,58 @@
+"""Connections and `transaction()`, the only place where a database commit is made.
+
+Invariants: isolation is READ COMMITTED whatever the server's default; times are UTC;
+everything between entering and leaving `transaction()` is one transaction.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from service.errors import Unavailable
+
+CONNECT_TIMEOUT_SECONDS = 5
+
+
+def connect(url: str, *, name: str, pool_size: int = 5) -> Engine:
+    """Create the engine of one process; `name` is what Postgres shows in pg_stat_activity."""
+    return create_engine(
+        url,
+        pool_size=pool_size,
+        max_overflow=pool_size,
+        pool_pre_ping=True,
+        isolation_level="READ COMMITTED",
+        connect_args={
+            "application_name": f"yoro {name}",
+            "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+            # synchronous_commit is ours to set: an acknowledgement promises durability.
+            "options": "-c timezone=UTC -c synchronous_commit=on -c jit=off",
+        },
+    )
+
+
+@contextmanager
+def transaction(engine: Engine) -> Iterator[Connection]:
+    """Run one transaction; commit on leaving, roll back on any error.
+
+    Raises Unavailable when the connection breaks. If that happens at commit, the outcome is
+    unknown: callers either repeat an idempotent write or read back what happened.
+    """
+    try:
+        with engine.connect() as connection:
+            yield connection
+            connection.commit()
+    except DBAPIError as error:
+        if error.connection_invalidated or isinstance(error, OperationalError):
+            raise Unavailable(f"The database does not answer: {_first_line(error)}") from error
+        raise
+
+
+def database_now(connection: Connection) -> float:
+    """Return the database's clock in seconds since the epoch; workers' clocks are never compared."""
+    return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+
+
+def _first_line(error: DBAPIError) -> str:
+    return (str(error.orig).splitlines() or ["no message"])[0]

@@ -1,0 +1,78 @@
+"""Rows of a policy: its identity, its settings' revisions, its lineage and version 0."""
+
+import json
+
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
+
+from service.errors import Conflict, FieldError, Invalid
+from service.policies import PolicySettings
+
+FIXED = ("base_model", "base_revision", "adapter")
+"""Settings that never change: the lineage's weights depend on them."""
+
+_INSERT = text("INSERT INTO policies (name) VALUES (:name) RETURNING id")
+_REVISION = text("""
+INSERT INTO settings_revisions (policy_id, revision, document) VALUES (:policy, :revision, CAST(:document AS jsonb))
+""")
+_LINEAGE = text("INSERT INTO lineages (policy_id) VALUES (:policy)")
+_BASE = text(
+    "INSERT INTO policy_versions (policy_id, version, depth, fencing_token) VALUES (:policy, 0, 0, 0)"
+)
+_LOCK = text("""
+SELECT p.settings_revision, s.document FROM policies p
+JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
+WHERE p.id = :policy FOR UPDATE OF p
+""")
+_POINT = text("UPDATE policies SET settings_revision = :revision WHERE id = :policy")
+_PAUSE = text("UPDATE policies SET paused = :paused WHERE id = :policy")
+
+
+def create(connection: Connection, name: str, settings: PolicySettings) -> int:
+    """Create a policy with revision 1 of its settings and version 0. Raises Conflict if the name is taken."""
+    try:
+        with connection.begin_nested():
+            policy_id: int = connection.execute(_INSERT, {"name": name}).scalar_one()
+    except IntegrityError as error:
+        raise Conflict(f"There is a policy {name!r} already", code="policy_exists") from error
+    connection.execute(
+        _REVISION, {"policy": policy_id, "revision": 1, "document": settings.model_dump_json()}
+    )
+    connection.execute(_LINEAGE, {"policy": policy_id})
+    connection.execute(_BASE, {"policy": policy_id})
+    return policy_id
+
+
+def revise(connection: Connection, policy_id: int, changes: dict[str, object]) -> int:
+    """Merge changes into the settings as a new revision and return its number. Raises Invalid."""
+    row = connection.execute(_LOCK, {"policy": policy_id}).one()
+    merged = _merge(row.document, changes)
+    for name in FIXED:
+        if merged.get(name) != row.document.get(name):
+            raise Invalid(
+                "",
+                [FieldError(f"/{name}", "never changes; make a new policy")],
+                code="fixed_setting",
+            )
+    settings = PolicySettings.model_validate(merged)
+    revision: int = row.settings_revision + 1
+    connection.execute(
+        _REVISION,
+        {"policy": policy_id, "revision": revision, "document": settings.model_dump_json()},
+    )
+    connection.execute(_POINT, {"policy": policy_id, "revision": revision})
+    return revision
+
+
+def set_paused(connection: Connection, policy_id: int, paused: bool) -> None:
+    """Pause or resume the forming and training of batches."""
+    connection.execute(_PAUSE, {"policy": policy_id, "paused": paused})
+
+
+def _merge(document: dict[str, object], changes: dict[str, object]) -> dict[str, object]:
+    """Merge as RFC 7396 does, for objects that the document has."""
+    merged = json.loads(json.dumps(document))
+    for name, value in changes.items():
+        inner = merged.get(name)
+        merged[name] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return dict(merged)

@@ -1,0 +1,354 @@
+"""Every table, typed; Alembic compares the database with this module.
+
+Hot rows (`rollouts`, `grades`, `batch_members`) are narrow; documents lie apart and never change.
+Invariants that the database itself keeps: one row a (policy, trace_id); one live batch membership
+a rollout; one task a batch; one version a batch; versions numbered once; states from a fixed set.
+"""
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+ROLLOUT_STATES = ("waiting_reward", "ready", "batched", "trained", "excluded")
+BATCH_STATES = ("ready", "trained", "no_step", "dissolved")
+
+
+class Table(DeclarativeBase):
+    """Base of all tables; constraint names are derived, so that migrations can name them."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[Any]: JSONB,
+        list[str]: ARRAY(Text),
+        list[int]: ARRAY(BigInteger),
+        bytes: LargeBinary,
+        str: Text,
+        float: Double,
+        int: BigInteger,
+    }
+
+
+def _one_of(column: str, values: tuple[str, ...]) -> str:
+    return f"{column} IN ({', '.join(repr(value) for value in values)})"
+
+
+class Secret(Table):
+    """Keys of this installation, made at the first migration (`fingerprint`: HMAC of trace documents)."""
+
+    __tablename__ = "secrets"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[bytes]
+
+
+class ApiKey(Table):
+    """A bearer key: only its SHA-256 is kept (the key has 256 random bits)."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    name: Mapped[str]
+    prefix: Mapped[str]
+    digest: Mapped[bytes] = mapped_column(unique=True)
+    roles: Mapped[list[str]]
+    policies: Mapped[list[str] | None]
+    """Names of the policies it may touch; null: all."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
+class Policy(Table):
+    """A named model under training."""
+
+    __tablename__ = "policies"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    settings_revision: Mapped[int] = mapped_column(Integer, server_default="1")
+    paused: Mapped[bool] = mapped_column(server_default=text("false"))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class SettingsRevision(Table):
+    """One revision of a policy's settings document."""
+
+    __tablename__ = "settings_revisions"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    revision: Mapped[int] = mapped_column(Integer, primary_key=True)
+    document: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class Lineage(Table):
+    """A policy's chain of versions and its lease: the one row that claim, heartbeat, rewind and commit lock."""
+
+    __tablename__ = "lineages"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    head_version: Mapped[int] = mapped_column(Integer, server_default="0")
+    head_depth: Mapped[int] = mapped_column(Integer, server_default="0")
+    promoted_version: Mapped[int] = mapped_column(Integer, server_default="0")
+    next_version: Mapped[int] = mapped_column(Integer, server_default="1")
+    """Never used before, never reused after a rewind."""
+    next_batch: Mapped[int] = mapped_column(Integer, server_default="1")
+    fencing_token: Mapped[int] = mapped_column(server_default="0")
+    holder: Mapped[str | None]
+    expires_at: Mapped[datetime | None]
+    heartbeat_at: Mapped[datetime | None]
+    activity: Mapped[str] = mapped_column(server_default="idle")
+    """What the holder says it is doing: idle, loading, training, publishing."""
+
+
+class Rollout(Table):
+    """The registry: one row a (policy, trace_id), made by whichever of trace and grade comes first.
+
+    `state` is null while only grades have come. `arrival` is a number drawn by the delivery that
+    brought the trace: it tells the accepted delivery from its duplicates in one statement.
+    """
+
+    __tablename__ = "rollouts"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    trace_id: Mapped[str]
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    arrival: Mapped[int | None]
+    fingerprint: Mapped[bytes | None]
+    canonicaliser: Mapped[int | None] = mapped_column(SmallInteger)
+    received_at: Mapped[datetime | None]
+    status: Mapped[str | None]
+    task_key: Mapped[str | None]
+    session_id: Mapped[str | None]
+    version: Mapped[int | None] = mapped_column(Integer)
+    depth: Mapped[int | None] = mapped_column(Integer)
+    """Depth of the sampling version; fixed, as a version's depth never changes."""
+    verdict: Mapped[str | None]
+    verdict_reasons: Mapped[list[str] | None]
+    state: Mapped[str | None]
+    reason: Mapped[str] = mapped_column(server_default="")
+    due_at: Mapped[datetime | None]
+    """When waiting or settling ends without any further grade."""
+    reward: Mapped[float | None]
+    reward_revision: Mapped[int | None] = mapped_column(Integer)
+    """Settings revision whose rule made the reward."""
+    reward_grades: Mapped[list[int] | None]
+    rewarded_at: Mapped[datetime | None]
+    ready_at: Mapped[datetime | None]
+    late_grades: Mapped[int] = mapped_column(Integer, server_default="0")
+    erased_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        UniqueConstraint("policy_id", "trace_id"),
+        CheckConstraint(_one_of("state", ROLLOUT_STATES), name="state"),
+        CheckConstraint("(arrival IS NULL) = (state IS NULL)", name="state_iff_arrived"),
+        CheckConstraint("reward >= 0 AND reward <= 1", name="reward_range"),
+        CheckConstraint("state <> 'ready' OR reward IS NOT NULL", name="ready_has_reward"),
+        Index(
+            "ix_rollouts_ready",
+            "policy_id",
+            "ready_at",
+            "id",
+            postgresql_where=text("state = 'ready'"),
+        ),
+        Index("ix_rollouts_due", "due_at", postgresql_where=text("due_at IS NOT NULL")),
+        Index(
+            "ix_rollouts_history",
+            "policy_id",
+            "rewarded_at",
+            "id",
+            postgresql_where=text("reward IS NOT NULL AND arrival IS NOT NULL AND erased_at IS NULL"),
+        ),
+        Index("ix_rollouts_state", "policy_id", "state", "reason"),
+        {"postgresql_with": {"fillfactor": "80"}},
+    )
+
+
+class RolloutDocument(Table):
+    """What the agent sent and what we read from it; zstd, never updated."""
+
+    __tablename__ = "rollout_documents"
+    rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
+    raw: Mapped[bytes]
+    normalised: Mapped[bytes]
+
+
+class RolloutFeatures(Table):
+    """What a baseline may see of a rollout: known before its first action (service/baselines)."""
+
+    __tablename__ = "rollout_features"
+    rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
+    features: Mapped[bytes]
+    """zstd JSON of TaskFeatures."""
+    text_digest: Mapped[bytes]
+    content_digest: Mapped[bytes]
+    opening_digest: Mapped[bytes]
+    prompt_digests: Mapped[bytes]
+    """SHA-256 digests one after the other."""
+
+
+class Embedding(Table):
+    """Cache of sentence embeddings by the text's SHA-256 and the encoder's name."""
+
+    __tablename__ = "embeddings"
+    text_digest: Mapped[bytes] = mapped_column(primary_key=True)
+    encoder: Mapped[str] = mapped_column(primary_key=True)
+    vector: Mapped[bytes]
+    """float32, little endian, unit norm."""
+
+
+class Grade(Table):
+    """Append-only: one revision of what a grader says. The current one is the greatest of its key.
+
+    No reference to a trace: `rollout_id` is the registry row, which a grade may make itself.
+    """
+
+    __tablename__ = "grades"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"))
+    grader: Mapped[str]
+    name: Mapped[str]
+    turn: Mapped[int | None] = mapped_column(Integer)
+    value: Mapped[float | None]
+    """Mapped to [0, 1]; null: retracted."""
+    sent_value: Mapped[float | None]
+    criteria: Mapped[bytes | None]
+    comment: Mapped[bytes | None]
+    grader_version: Mapped[str | None]
+    graded_at: Mapped[datetime | None]
+    received_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    current: Mapped[bool]
+
+    __table_args__ = (
+        CheckConstraint("value >= 0 AND value <= 1", name="value_range"),
+        Index(
+            "uq_grades_current",
+            "rollout_id",
+            "grader",
+            "name",
+            "turn",
+            unique=True,
+            postgresql_where=text("current"),
+            postgresql_nulls_not_distinct=True,
+        ),
+        Index("ix_grades_rollout_id", "rollout_id"),
+    )
+
+
+class Batch(Table):
+    """B rollouts of B different tasks, with their baselines, trained in one optimizer step."""
+
+    __tablename__ = "batches"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    number: Mapped[int] = mapped_column(Integer)
+    state: Mapped[str] = mapped_column(server_default="ready")
+    outcome: Mapped[str] = mapped_column(server_default="")
+    """Why there was no step, or why it was dissolved."""
+    size: Mapped[int] = mapped_column(Integer)
+    """B, the denominator; members that the trainer rejects stay in it."""
+    settings_revision: Mapped[int] = mapped_column(Integer)
+    estimator: Mapped[str]
+    parameters: Mapped[dict[str, Any]]
+    """Hyperparameters of the estimator, size of the window and its cut-off."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    attempts: Mapped[int] = mapped_column(Integer, server_default="0")
+    failures: Mapped[int] = mapped_column(Integer, server_default="0")
+    deaths: Mapped[int] = mapped_column(Integer, server_default="0")
+    claimed_token: Mapped[int | None]
+    """Fencing token of the claim that is under way; left behind by a death."""
+    diagnosis: Mapped[str] = mapped_column(server_default="")
+    tokens_per_rollout: Mapped[float | None]
+    """L̄, fixed at claim."""
+    policy_tokens: Mapped[int | None]
+    """Sampled tokens of its trainable members, gated out or not."""
+    trainable: Mapped[int | None] = mapped_column(Integer)
+    """Members that the trainer did not reject."""
+    metrics: Mapped[dict[str, Any] | None]
+    ended_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        UniqueConstraint("policy_id", "number"),
+        CheckConstraint(_one_of("state", BATCH_STATES), name="state"),
+        Index("ix_batches_ready", "policy_id", "number", postgresql_where=text("state = 'ready'")),
+    )
+
+
+class BatchMember(Table):
+    """One rollout's place in a batch. `live` holds it; cleared when the batch ends without training it."""
+
+    __tablename__ = "batch_members"
+    batch_id: Mapped[int] = mapped_column(ForeignKey("batches.id"), primary_key=True)
+    rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(Integer)
+    task_key: Mapped[str]
+    live: Mapped[bool] = mapped_column(server_default=text("true"))
+    reward: Mapped[float]
+    baseline: Mapped[float]
+    advantage: Mapped[float]
+    neighbours: Mapped[list[Any]]
+    """[[rollout id, weight], …], heaviest first; what is left out is in `neighbours_left_out`."""
+    neighbours_left_out: Mapped[int] = mapped_column(Integer, server_default="0")
+    verdict: Mapped[str | None]
+    reason: Mapped[str] = mapped_column(server_default="")
+    """Why the trainer rejected or gated it out."""
+
+    __table_args__ = (
+        UniqueConstraint("batch_id", "task_key"),
+        Index("uq_batch_members_live", "rollout_id", unique=True, postgresql_where=text("live")),
+    )
+
+
+class PolicyVersion(Table):
+    """An immutable adapter version. Version 0 is the base model and has no files."""
+
+    __tablename__ = "policy_versions"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    parent: Mapped[int | None] = mapped_column(Integer)
+    depth: Mapped[int] = mapped_column(Integer)
+    batch_id: Mapped[int | None] = mapped_column(ForeignKey("batches.id"), unique=True)
+    fencing_token: Mapped[int]
+    folder: Mapped[str | None]
+    """Name of its folder in the adapter store; never used twice."""
+    manifest: Mapped[dict[str, Any] | None]
+    manifest_sha256: Mapped[str | None]
+    adapter_sha256: Mapped[str | None]
+    tainted: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
+    """Why it should not serve; empty: clean."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["policy_id", "parent"],
+            ["policy_versions.policy_id", "policy_versions.version"],
+            name="fk_policy_versions_parent",
+        ),
+        CheckConstraint("(version = 0) = (folder IS NULL)", name="folder_unless_base"),
+        Index("ix_policy_versions_adapter_sha256", "policy_id", "adapter_sha256"),
+    )

@@ -1,0 +1,1 @@
+"""Intake: from documents of any dialect to durable rollouts and grades."""

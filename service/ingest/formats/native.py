@@ -1,0 +1,120 @@
+"""yoro's own JSON: from a parsed document to the normalised one, with its structural verdict.
+
+Knows no database, no policy settings and no tokenizer: the verdict is provisional (design/training.md).
+The normalised document holds what the agent said and nothing about how it travelled, so that HTTP
+and Kafka deliveries of one trace agree. A change to it needs a new CANONICALISER number.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from service.errors import FieldError, Invalid
+from service.schemas import Trace
+
+CANONICALISER = 1
+"""Version of `normalise`; stored with each fingerprint."""
+SKEW = timedelta(days=1)
+Verdict = Literal["exact", "ids", "text", "untrainable"]
+WireType = TypeVar("WireType", bound=BaseModel)
+_TRANSPORT = {"policy", "reward"}
+
+
+def validate(wire: type[WireType], document: Any) -> WireType:
+    """Check a document against a wire type. Raises Invalid with a JSON pointer a defect."""
+    try:
+        return wire.model_validate(document)
+    except ValidationError as error:
+        raise invalid(error) from error
+
+
+def invalid(error: ValidationError) -> Invalid:
+    """Return pydantic's findings as our error: a JSON pointer and a message each, the first twenty."""
+    defects = [
+        FieldError("/" + "/".join(str(step) for step in defect["loc"]), defect["msg"])
+        for defect in error.errors(include_url=False, include_input=False)[:20]
+    ]
+    return Invalid("; ".join(f"{defect.pointer}: {defect.message}" for defect in defects[:3]), defects)
+
+
+def normalise(trace: Trace) -> dict[str, Any]:
+    """Return the canonical document: defaults left out, times in UTC, transport fields dropped."""
+    document = trace.model_dump(mode="json", exclude=_TRANSPORT, exclude_defaults=True)
+    for name in ("started_at", "ended_at"):
+        moment: datetime | None = getattr(trace, name)
+        if moment is not None:
+            document[name] = in_utc(moment).isoformat()
+    return document
+
+
+def in_utc(moment: datetime) -> datetime:
+    """Return the instant in UTC; a time without an offset is taken as UTC."""
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+
+
+def time_warnings(pointer: str, moment: datetime | None) -> list[str]:
+    """Say what was assumed or doubted about a client's timestamp."""
+    if moment is None:
+        return []
+    warnings = [] if moment.tzinfo else [f"{pointer}: no offset, taken as UTC"]
+    if in_utc(moment) > datetime.now(UTC) + SKEW:
+        warnings.append(f"{pointer}: future_timestamp")
+    return warnings
+
+
+def first_action(document: Mapping[str, Any]) -> int:
+    """Return the index of the first message that the policy produced; len(messages) if none."""
+    messages: Sequence[Mapping[str, Any]] = document["messages"]
+    called = [call["message_index"] for call in document.get("calls", ())]
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return min(called) if called else (spoken[0] if spoken else len(messages))
+
+
+def structural_verdict(document: Mapping[str, Any]) -> tuple[Verdict, list[str]]:
+    """Judge what training can use of a normalised document; reasons say why it is not better."""
+    messages = document["messages"]
+    calls = document.get("calls", [])
+    if not any(message["role"] == "assistant" for message in messages):
+        return "untrainable", ["no_assistant_turn"]
+    if any(_misplaced(call, messages) for call in calls):
+        return "untrainable", ["call_misplaced"]
+    if any(_distorted(sampling) for sampling in (document.get("sampling", {}), *calls)):
+        return "untrainable", ["sampling"]
+    if not calls:
+        return "text", []
+    if not all(call.get("prompt_token_ids") and call.get("completion_token_ids") for call in calls):
+        return "text", ["token_ids_incomplete"]
+    reasons = sorted({reason for call in calls for reason in _logprob_defects(call, document)})
+    return ("ids", reasons) if reasons else ("exact", [])
+
+
+def _misplaced(call: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    index: int = call["message_index"]
+    return index >= len(messages) or bool(messages[index]["role"] != "assistant")
+
+
+def _distorted(sampling: Mapping[str, Any]) -> bool:
+    """Tell whether tokens came from a truncated or greedy distribution, outside the policy's support."""
+    return bool(
+        sampling.get("temperature") == 0
+        or sampling.get("top_p", 1.0) < 1.0
+        or sampling.get("top_k", 0) > 0
+        or sampling.get("constrained", False)
+    )
+
+
+def _logprob_defects(call: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
+    logprobs = call.get("logprobs")
+    if not logprobs:
+        return ["logprobs_missing"]
+    if len(logprobs) != len(call["completion_token_ids"]):
+        return ["logprobs_misaligned"]
+    if any(value is None or not math.isfinite(value) or value > 1e-6 for value in logprobs):
+        return ["logprobs_not_finite"]
+    temperature = call.get("temperature", document.get("sampling", {}).get("temperature", 1.0))
+    if call.get("logprobs_mode", "raw") == "raw" and temperature != 1.0:
+        return ["logprobs_raw_at_other_temperature"]
+    return []

@@ -1,0 +1,138 @@
+"""Wire types of the contract (design/api.md), shared by HTTP, Kafka and imports.
+
+Knows no storage. Invariants: everything that a client sends passes one of these types first;
+numbers are JSON numbers (never strings or booleans), never NaN or infinite; ids are plain.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from service.policies import PolicyName, PolicySettings
+
+Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@-]{1,200}$")]
+Label = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Version = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class Wire(BaseModel):
+    """A document from outside; a misspelt field is an error, not a loss."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Message(BaseModel):
+    """One chat message; fields beyond these are kept as they came."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Sampling(Wire):
+    """How the policy's tokens were drawn."""
+
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
+    constrained: bool | None = None
+
+
+class Call(Wire):
+    """One model call: the exact tokens behind one assistant message."""
+
+    message_index: Annotated[int, Field(ge=0, strict=True)]
+    prompt_token_ids: list[TokenId] | None = None
+    completion_token_ids: list[TokenId] | None = None
+    logprobs: list[Number | None] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    policy_version: Version | None = None
+    temperature: Annotated[Number, Field(ge=0)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
+    finish_reason: Label | None = None
+
+
+class EmbeddedGrade(Wire):
+    """A grade that came along with its trace."""
+
+    grader: Identifier
+    value: Number
+    name: Identifier = "overall"
+    comment: str | None = None
+    graded_at: datetime | None = None
+    grader_version: Label | None = None
+
+
+class Trace(Wire):
+    """One attempt at one task, as its agent posts it."""
+
+    policy: PolicyName | None = None
+    trace_id: Identifier
+    policy_version: Version | None = None
+    model: Label | None = None
+    adapter_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
+    task_id: Label | None = None
+    session_id: Label | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    context: dict[str, Any] = Field(default_factory=dict)
+    sampling: Sampling = Field(default_factory=Sampling)
+    calls: list[Call] = Field(default_factory=list)
+    status: Literal["completed", "failed", "aborted", "truncated"] = "completed"
+    started_at: datetime | None = None
+    ended_at: datetime | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    reward: EmbeddedGrade | None = None
+
+
+class Grade(Wire):
+    """What one grader says about one rollout."""
+
+    policy: PolicyName | None = None
+    trace_id: Identifier
+    grader: Identifier
+    value: Number | None = None
+    name: Identifier = "overall"
+    turn: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] | None = None
+    criteria: dict[str, Any] | None = None
+    comment: str | None = None
+    graded_at: datetime | None = None
+    grader_version: Label | None = None
+    void: bool = False
+
+
+class NewPolicy(PolicySettings):
+    """`POST /v1/policies`: a name and its settings."""
+
+    name: PolicyName
+
+
+class Trainability(BaseModel):
+    """Whether a rollout can be trained on, as far as its structure tells."""
+
+    verdict: Literal["exact", "ids", "text", "untrainable"]
+    reasons: list[str] = Field(default_factory=list)
+
+
+class TraceAccepted(BaseModel):
+    """Answer to a trace."""
+
+    trace_id: str
+    status: Literal["accepted", "duplicate"]
+    trainability: Trainability
+    warnings: list[str] = Field(default_factory=list)
+
+
+class GradeAccepted(BaseModel):
+    """Answer to a grade."""
+
+    trace_id: str
+    status: Literal["accepted", "duplicate"]
+    effect: Literal["counts", "waiting_for_trace", "superseded", "late"]
+    warnings: list[str] = Field(default_factory=list)

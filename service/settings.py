@@ -1,0 +1,72 @@
+"""Server settings: the one place that reads the environment.
+
+Knows nothing of policies (their settings are documents in the database, see policies.py).
+Every variable is `YORO_` + the field's name in capitals; deploy documentation lists them from here.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Limits(BaseSettings):
+    """Bounds on what a client may send; `GET /v1/limits` shows them."""
+
+    model_config = SettingsConfigDict(env_prefix="YORO_LIMIT_", frozen=True)
+
+    body_bytes: int = Field(16 << 20, gt=0)
+    """Compressed size of one request body."""
+    inflated_bytes: int = Field(64 << 20, gt=0)
+    """Size of one request body after decompression."""
+    trace_bytes: int = Field(8 << 20, gt=0)
+    """Size of one trace as JSON."""
+    batch_items: int = Field(1_000, gt=0)
+    messages: int = Field(50_000, gt=0)
+    tokens: int = Field(2_000_000, gt=0)
+    """Token ids in all calls of one trace."""
+    json_depth: int = Field(64, gt=0)
+    id_characters: int = Field(200, gt=0, le=200)
+    queue_items: int = Field(20_000, gt=0)
+    """Items waiting for the writer before intake answers 503."""
+    queue_bytes: int = Field(64 << 20, gt=0)
+
+
+class Settings(BaseSettings):
+    """What one installation is configured with."""
+
+    model_config = SettingsConfigDict(env_prefix="YORO_", frozen=True)
+
+    database_url: str = "postgresql+psycopg://postgres@127.0.0.1:5432/yoro"
+    data: Path = Path("yoro-data")
+    """Folder of `yoro up`: database, adapters, the admin's key."""
+    adapters_url: str = ""
+    """fsspec URL of the adapter store; empty: `{data}/adapters`."""
+    model_root: Path | None = None
+    """Base models given as a folder or a GGUF file must lie below it; unset: only hub names and bundled ones."""
+    trust_remote_code: bool = False
+    encoder: str = "all-MiniLM-L6-v2"
+    """Sentence encoder of the baselines: a hub name (this one is carried by `yoro[demo]`) or a folder."""
+    auth: bool = True
+    threads: int = Field(0, ge=0)
+    """Threads of one process's matrix products; 0: the library's choice."""
+    scheduler_interval_seconds: float = Field(0.5, gt=0)
+    trainer_interval_seconds: float = Field(0.5, gt=0)
+    lease_seconds: float = Field(30.0, gt=0)
+    deaths_per_batch: int = Field(10, gt=0)
+    """Claims of one batch that ended without a report before it counts as failing."""
+    failures_per_batch: int = Field(3, gt=0)
+    url: str = "http://127.0.0.1:8080"
+    """Where clients of this machine find the API."""
+    api_key: str = ""
+
+    @cached_property
+    def store_url(self) -> str:
+        """Return the adapter store's URL, absolute where it is a folder."""
+        return self.adapters_url or str((self.data / "adapters").resolve())
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Return the intake limits."""
+        return Limits()

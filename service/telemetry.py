@@ -1,0 +1,81 @@
+"""Every log and metric name of the service, and one way to set logging up.
+
+Logs are one line a fact, as JSON where no terminal listens.
+"""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
+
+import structlog
+from prometheus_client import Counter, Gauge, Histogram, MetricsHandler
+
+from service.errors import YoroError
+
+TRACES = Counter("yoro_traces_total", "Traces by what became of them", ["status"])
+GRADES = Counter("yoro_grades_total", "Grades by what became of them", ["status"])
+WRITE_SECONDS = Histogram("yoro_write_seconds", "One group commit of the writer")
+WRITE_ITEMS = Histogram("yoro_write_items", "Items in one group commit", buckets=(1, 4, 16, 64, 256, 1024))
+QUEUE_ITEMS = Gauge("yoro_write_queue_items", "Items waiting for the writer")
+OVERLOADS = Counter("yoro_overloads_total", "Requests answered 503 because the writer's queue was full")
+BATCHES = Counter("yoro_batches_total", "Batches formed", ["policy"])
+STEPS = Counter("yoro_steps_total", "Batches ended by the trainer", ["policy", "outcome"])
+STEP_SECONDS = Histogram("yoro_step_seconds", "Claim to commit of one batch", ["policy"])
+HEAD_VERSION = Gauge("yoro_head_version", "Newest version", ["policy"])
+
+
+def set_up_logging(process: str) -> None:
+    """Log to standard error: coloured for a person, JSON for a machine."""
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process=process)
+
+
+def logger() -> structlog.typing.FilteringBoundLogger:
+    """Return the process's logger."""
+    bound: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+    return bound
+
+
+def serve_probes(port: int, ready: Callable[[], bool]) -> None:
+    """Serve /metrics, /healthz and /readyz of a process that has no HTTP of its own, from a thread."""
+
+    class Probes(MetricsHandler):
+        def do_GET(self) -> None:
+            if self.path == "/healthz":
+                self._answer(200, b"ok")
+            elif self.path == "/readyz":
+                self._answer(*((200, b"ready") if _is_ready(ready) else (503, b"not ready")))
+            else:
+                super().do_GET()
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("", port), Probes)
+    threading.Thread(target=server.serve_forever, name="probes", daemon=True).start()
+
+
+def _is_ready(ready: Callable[[], bool]) -> bool:
+    try:
+        return ready()
+    except YoroError:
+        return False

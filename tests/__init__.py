@@ -1,0 +1,1 @@
+"""Tests; mirrors the packages, plus end_to_end/ and faults/."""

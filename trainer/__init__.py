@@ -1,0 +1,1 @@
+"""The gradient: from a batch to the next adapter version."""
