@@ -75,6 +75,7 @@ class Directory:
         self._engine = engine
         self._stop = threading.Event()
         self._reading = threading.Lock()
+        self._missed_at = 0.0
         self._snapshot = self._read()
 
     def start(self) -> None:
@@ -120,7 +121,9 @@ class Directory:
 
     def _again(self) -> _Snapshot:
         """Look once more for something new, at most ten times a second whoever asks."""
-        if time.monotonic() - self._snapshot.taken_at > AGAIN_SECONDS:
+        now = time.monotonic()
+        if now - self._missed_at > AGAIN_SECONDS:
+            self._missed_at = now
             self.refresh()
         return self._snapshot
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_tasks import EMPTY, synthetic_mix, synthetic_task
 
 from service.baselines.estimators import ESTIMATORS, PRIOR_REWARD, Scored, make_estimator
+from tests.service.baselines.synthetic_tasks import EMPTY, synthetic_mix, synthetic_task
 
 EVERY = pytest.mark.parametrize("name", sorted(ESTIMATORS))
 PROMPTS = [

@@ -6,9 +6,9 @@ import math
 from dataclasses import fields
 
 import numpy as np
-from synthetic_tasks import synthetic_task
 
 from service.baselines.features import TaskFeatures, excluded_neighbours, task_features
+from tests.service.baselines.synthetic_tasks import synthetic_task
 
 
 def test_features_have_no_room_for_a_response_or_a_reward():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from synthetic_tasks import EMPTY, synthetic_mix, synthetic_task
 
 from service.baselines import gaussian_process
 from service.baselines.estimators import PRIOR_REWARD, Scored, make_estimator
@@ -12,6 +11,7 @@ from service.baselines.features import exclusions
 from service.baselines.gaussian_process import GaussianProcess
 from service.baselines.kernels import context_fields, task_kernels
 from service.baselines.marginal_likelihood import Objective, fitted
+from tests.service.baselines.synthetic_tasks import EMPTY, synthetic_mix, synthetic_task
 
 
 def tangled_mix() -> tuple[Scored, Scored]:

@@ -6,10 +6,10 @@ import itertools
 import json
 
 import numpy as np
-from synthetic_tasks import synthetic_mix, synthetic_task
 
 from service.baselines.estimators import Scored
 from service.baselines.selection import CANDIDATES, Selection, advanced, choice, predictions
+from tests.service.baselines.synthetic_tasks import synthetic_mix, synthetic_task
 
 
 def drifting_errors(batches: int, seed: int) -> list[dict[str, float]]:

@@ -11,9 +11,9 @@ import itertools
 
 import numpy as np
 import pytest
-from synthetic_tasks import synthetic_mix
 
 from service.baselines.estimators import ESTIMATORS, Baselines, make_estimator
+from tests.service.baselines.synthetic_tasks import synthetic_mix
 
 TASKS, BATCHES, STOP, LONGEST = 8, 200_000, 2, 3
 BATCH, HISTORY = synthetic_mix(TASKS, seed=0), synthetic_mix(40, seed=1)
