@@ -22,9 +22,7 @@ CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 
 
-def save_adapter(
-    policy: PolicyModel, folder: Path, base_name: str, base_revision: str | None
-) -> list[str]:
+def save_adapter(policy: PolicyModel, folder: Path, base_name: str, base_revision: str | None) -> list[str]:
     """Write weights and config as `PeftModel.from_pretrained` reads them; return the file names.
 
     `base_name` is the base model's logical name.

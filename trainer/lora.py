@@ -23,7 +23,7 @@ def fuse(model: torch.nn.Module) -> int:
     """Give every plain LoRA layer over a plain linear layer the fused forward; return how many."""
     layers = [m for m in model.modules() if isinstance(m, LoraLinear) and _is_plain(m)]
     for layer in layers:
-        layer.forward = partial(_forward, layer)
+        layer.__dict__["forward"] = partial(_forward, layer)
     return len(layers)
 
 
@@ -52,18 +52,11 @@ class _LoraLinear(torch.autograd.Function):
     """With h = s x A^T:  dB = dy^T h,  dh = s dy B,  dA = dh^T x,  dx = dy W + dh A."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        x, weight, bias, a, b, scaling = inputs
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         h = (x @ low_a.T).mul_(scaling)
-        y = torch.nn.functional.linear(x, weight, bias).addmm_(h, low_b.T)
+        y: torch.Tensor = torch.nn.functional.linear(x, weight, bias).addmm_(h, low_b.T)
         ctx.save_for_backward(x, weight, a, b, h)
         ctx.scaling = scaling
         return y

@@ -21,9 +21,7 @@ class AdapterOptimizer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], settings: Optimizer) -> None:
         """Take the trainable parameters by name; raises TrainingFailed when there are none."""
         if not parameters or not all(p.requires_grad for p in parameters.values()):
-            raise TrainingFailed(
-                "the optimizer has no trainable parameters", code="nothing_trainable"
-            )
+            raise TrainingFailed("the optimizer has no trainable parameters", code="nothing_trainable")
         self.parameters = dict(parameters)
         self._settings = settings
         self._adamw = torch.optim.AdamW(
@@ -88,13 +86,9 @@ class AdapterOptimizer:
             }
 
 
-def _placed(
-    name: str, key: str, value: torch.Tensor, parameter: torch.nn.Parameter
-) -> torch.Tensor:
+def _placed(name: str, key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
     # AdamW keeps its count on the CPU.
     shape, device = ((), "cpu") if key == "step" else (parameter.shape, parameter.device)
     if value.shape != torch.Size(shape):
-        raise AdapterRejected(
-            f"optimizer state of {name} has a wrong shape", code="optimizer_shape"
-        )
+        raise AdapterRejected(f"optimizer state of {name} has a wrong shape", code="optimizer_shape")
     return value.to(device=device, dtype=torch.float32, copy=True)

@@ -38,13 +38,20 @@ class PolicyModel:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     padded: bool
-    checkpoint_above: int
-    """Tokens of a micro-batch above which activations are recomputed rather than kept."""
+    kept_tokens: int
+    """Tokens of a micro-batch up to which activations are kept for backward, not recomputed."""
 
     @property
     def base(self) -> PreTrainedModel:
         """The transformers model, its linear layers wrapped by the LoRA."""
         return cast(PreTrainedModel, self.model.get_base_model())
+
+    def token_budget(self, budget: int) -> int:
+        """Tokens for one micro-batch, at most `budget`.
+
+        A CPU gains nothing from micro-batches whose activations have to be recomputed.
+        """
+        return min(budget, self.kept_tokens) if self.device.type == "cpu" else budget
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The LoRA's parameters by the names they have in a saved adapter, sorted."""
@@ -87,7 +94,7 @@ def load_policy(
     model = get_peft_model(cast(Any, base).to(place), _lora(settings), autocast_adapter_dtype=True)
     model.train()
     lora.fuse(model)
-    policy = PolicyModel(model, tokenizer, place, True, _checkpoint_above(base, place))
+    policy = PolicyModel(model, tokenizer, place, True, _kept_tokens(base, place))
     initialise(policy, seed)
     policy.padded = not _takes_rows_end_to_end(policy)
     _check_logits(policy)
@@ -154,7 +161,7 @@ def initialise(policy: PolicyModel, seed: int) -> None:
 def hidden_states(policy: PolicyModel, layout: Layout) -> torch.Tensor:
     """Run the decoder without its output layer; [positions, H] in the layout's order."""
     grad = torch.is_grad_enabled()
-    with _checkpointing(policy, grad and layout.input_ids.numel() > policy.checkpoint_above):
+    with _checkpointing(policy, grad and layout.input_ids.numel() > policy.kept_tokens):
         options = {} if policy.padded else {"segments": layout.segments}
         output = policy.base.base_model(
             input_ids=layout.input_ids,
@@ -201,15 +208,17 @@ def _checkpointing(policy: PolicyModel, wanted: bool) -> Iterator[None]:
         cast(Any, policy.base).activation_checkpointing_disable()
 
 
-def _checkpoint_above(base: PreTrainedModel, place: torch.device) -> int:
-    """Tokens whose kept activations fill a quarter of the device's memory, 3 GiB of a CPU's."""
+def _kept_tokens(base: PreTrainedModel, place: torch.device) -> int:
+    """Tokens whose activations fill a quarter of a GPU's memory, 1.8 GiB of a CPU's in bf16.
+
+    The latter does not depend on the machine, so that its bits do not either.
+    """
+    itemsize = torch.finfo(base.dtype).bits // 8
+    limit = itemsize * (900 << 20)
     if place.type == "cuda":
         limit = torch.cuda.get_device_properties(place).total_memory // 4
-    else:
-        limit = 3 << 30
     config = base.config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    itemsize = torch.finfo(base.dtype).bits // 8
     # Counted on Llama blocks: norms, projections and attention keep about 12 values a hidden
     # unit, the gated MLP about 6 an inner unit.
     values = config.num_hidden_layers * (12 * config.hidden_size + 6 * inner)

@@ -62,9 +62,7 @@ def score(
     found: dict[int, torch.Tensor] = {}
     for version, folder in sorted(folders.items()):
         wanted = {
-            i: row
-            for i, row in enumerate(rows)
-            if versions[i] == version and not of_head[i] and _lacks(row)
+            i: row for i, row in enumerate(rows) if versions[i] == version and not of_head[i] and _lacks(row)
         }
         if folder is None and with_reference:
             found |= {i: base[i] for i in wanted}
@@ -94,9 +92,7 @@ def _by_rollout(
     return scores
 
 
-def logprobs_of(
-    policy: PolicyModel, rows: Mapping[int, Row], budget: int
-) -> dict[int, torch.Tensor]:
+def logprobs_of(policy: PolicyModel, rows: Mapping[int, Row], budget: int) -> dict[int, torch.Tensor]:
     """Log-probabilities of each row's policy tokens under the active adapter, on the CPU."""
     keys = list(rows)
     plan = micro_batches([[len(rows[k].input_ids)] for k in keys], budget, padded=policy.padded)

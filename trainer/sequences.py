@@ -221,9 +221,7 @@ def _merge(pieces: Iterable[_Piece]) -> tuple[list[Row], list[int]]:
     for piece in pieces:
         known = rows[-1].input_ids.tolist() if rows else []
         extends = (
-            bool(rows)
-            and piece.sampling.version == versions[-1]
-            and piece.prompt[: len(known)] == known
+            bool(rows) and piece.sampling.version == versions[-1] and piece.prompt[: len(known)] == known
         )
         if extends:
             rows[-1] = _joined(rows[-1], _row(piece, len(known)))

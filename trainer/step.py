@@ -20,12 +20,12 @@ import torch
 from service.errors import TrainingFailed
 from service.policies import PolicySettings
 from trainer import metrics, objective
-from trainer.objective import Tokens
+from trainer.gradient import Member, Passed, accumulate, concatenated, owners
 from trainer.optimizer import AdapterOptimizer
-from trainer.packing import lay_out, micro_batches
-from trainer.policy import PolicyModel, policy_logprobs
+from trainer.packing import micro_batches
+from trainer.policy import PolicyModel
 from trainer.scoring import Scores, logprobs_of, missing_versions, score
-from trainer.sequences import RolloutRows, Row
+from trainer.sequences import RolloutRows
 
 Outcome = Literal["stepped", "all_gated_out", "none_trainable", "no_signal"]
 NO_SIGNAL = 1e-9
@@ -63,34 +63,6 @@ class StepResult:
     gated_out: tuple[int, ...]
     policy_tokens: int
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A trainable rollout with all that its tokens need, [T_i] each; weights are fixed here."""
-
-    rows: tuple[Row, ...]
-    sampler: torch.Tensor
-    reference: torch.Tensor | None
-    advantages: torch.Tensor
-    weight: float
-
-    @property
-    def counts(self) -> list[int]:
-        """Policy tokens of each row."""
-        return [int(row.loss_mask.sum()) for row in self.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class _Passed:
-    """What a micro-batch leaves behind: detached tokens, entropies, losses, the gate."""
-
-    members: tuple[int, ...]
-    tokens: Tokens
-    entropy: torch.Tensor
-    policy_loss: float
-    reference_loss: float
-    kept: torch.Tensor
 
 
 def train_batch(
@@ -143,9 +115,7 @@ def _batch_metrics(batch: TrainingBatch, members: Sequence[TrainingRollout]) -> 
         "untrainable": float(len(everyone) - len(members)),
     }
     if everyone:
-        figures |= metrics.rollout_metrics(
-            [r.reward for r in everyone], [r.advantage for r in everyone]
-        )
+        figures |= metrics.rollout_metrics([r.reward for r in everyone], [r.advantage for r in everyone])
     return figures
 
 
@@ -166,7 +136,7 @@ class _Run:
     def within_memory(self) -> StepResult:
         """Try with ever smaller micro-batches while memory runs out."""
         longest = max(len(row.input_ids) for r in self.members for row in r.rows.rows)
-        budget = self.settings.sequences.token_budget
+        budget = self.policy.token_budget(self.settings.sequences.token_budget)
         while True:
             try:
                 return self.attempt(budget)
@@ -191,7 +161,7 @@ class _Run:
             budget,
             padded=self.policy.padded,
         )
-        passed = [self.accumulate(group, members, budget) for group in plan]
+        passed = [accumulate(self.policy, group, members, self.settings.objective, budget) for group in plan]
         kept = {i: bool(k) for p in passed for i, k in zip(p.members, p.kept, strict=True)}
         gated_out = tuple(m.rollout_id for i, m in enumerate(self.members) if not kept[i])
         figures = _batch_metrics(self.batch, self.members) | self.figures(passed, len(gated_out))
@@ -206,7 +176,7 @@ class _Run:
         figures |= _costs(figures["n_tokens"], time.perf_counter() - started)
         return StepResult(outcome, gated_out, int(figures["n_tokens"]), figures)
 
-    def prepare(self, budget: int) -> list[_Member]:
+    def prepare(self, budget: int) -> list[Member]:
         """Score what must be scored beforehand, and fix every token's weight and advantage."""
         objective_settings = self.settings.objective
         rows = [r.rows for r in self.members]
@@ -226,16 +196,13 @@ class _Run:
         )
         advantages = self.token_advantages(scores, budget)
         return [
-            _Member(r.rows, s.sampler, s.reference, a, w)
+            Member(r.rows, s.sampler, s.reference, a, w)
             for r, s, a, w in zip(rows, scores, advantages, weights, strict=True)
         ]
 
     def token_advantages(self, scores: Sequence[Scores], budget: int) -> list[torch.Tensor]:
         """Each rollout's advantage at each of its tokens, with k1's share where it is in use."""
-        plain = [
-            torch.full_like(s.sampler, r.advantage)
-            for s, r in zip(scores, self.members, strict=True)
-        ]
+        plain = [torch.full_like(s.sampler, r.advantage) for s, r in zip(scores, self.members, strict=True)]
         use = self.settings.objective
         references = [s.reference for s in scores if s.reference is not None]
         if use.reference_kl_estimator != "k1_in_reward" or not references:
@@ -245,52 +212,10 @@ class _Run:
         shares = objective.k1_advantages(
             torch.cat([current[i] for i in range(len(rows))]),
             torch.cat(references),
-            _owners([len(a) for a in plain]),
+            owners([len(a) for a in plain]),
             use.reference_kl,
         )
-        return [
-            a + k for a, k in zip(plain, torch.split(shares, [len(a) for a in plain]), strict=True)
-        ]
-
-    def accumulate(
-        self, group: tuple[int, ...], members: Sequence[_Member], budget: int
-    ) -> _Passed:
-        """Forward, gate and backward of one micro-batch.
-
-        A rollout of several rows that exceeds the budget is scored first and goes row by row, so
-        that its gate is still that of the whole.
-        """
-        chosen = [members[i] for i in group]
-        rows = [row for m in chosen for row in m.rows]
-        too_long = sum(len(row.input_ids) for row in rows) > budget and len(rows) > 1
-        if not (len(group) == 1 and too_long):
-            return self.forward_backward(group, chosen, None)
-        member = chosen[0]
-        current = logprobs_of(self.policy, dict(enumerate(rows)), budget)
-        whole = _tokens(chosen, torch.cat([current[i] for i in range(len(rows))]))
-        kept = objective.gate(whole, self.settings.objective)
-        parts = [self.forward_backward(group, [part], kept) for part in _by_row(member)]
-        return _joined(group, whole, parts, kept)
-
-    def forward_backward(
-        self, group: tuple[int, ...], chosen: Sequence[_Member], kept: torch.Tensor | None
-    ) -> _Passed:
-        """One forward pass over whole rows, and its backward pass unless all are rejected."""
-        rows = [row for m in chosen for row in m.rows]
-        layout = lay_out(rows, padded=self.policy.padded, device=self.policy.device)
-        logprobs, entropy = policy_logprobs(self.policy, layout)
-        tokens = _tokens(chosen, logprobs)
-        loss = objective.loss(tokens, self.settings.objective, kept)
-        if bool(loss.kept.any()):
-            torch.autograd.backward(loss.total)
-        return _Passed(
-            group,
-            _tokens(chosen, logprobs.detach().cpu()),
-            entropy.cpu(),
-            loss.policy.item(),
-            loss.reference.item(),
-            loss.kept.cpu(),
-        )
+        return [a + k for a, k in zip(plain, torch.split(shares, [len(a) for a in plain]), strict=True)]
 
     def step(self) -> dict[str, float]:
         """Step the optimizer and say how far it moved; an adapter that did not move is an error."""
@@ -310,18 +235,9 @@ class _Run:
             "lr": self.optimizer.learning_rate(self.step_number),
         }
 
-    def figures(self, passed: Sequence[_Passed], gated_out: int) -> dict[str, float]:
+    def figures(self, passed: Sequence[Passed], gated_out: int) -> dict[str, float]:
         """Figures over all tokens, whichever micro-batch they were in."""
-        references = [p.tokens.reference_logprobs for p in passed]
-        known = [r for r in references if r is not None]
-        together = Tokens(
-            torch.cat([p.tokens.logprobs for p in passed]),
-            torch.cat([p.tokens.sampler_logprobs for p in passed]),
-            torch.cat(known) if known else None,
-            torch.cat([p.tokens.owner for p in passed]),
-            torch.cat([p.tokens.advantages for p in passed]),
-            torch.cat([p.tokens.weights for p in passed]),
-        )
+        together = concatenated([p.tokens for p in passed])
         entropy = torch.cat([p.entropy for p in passed])
         return metrics.token_metrics(together, entropy, self.settings.objective) | {
             "loss/pg": sum(p.policy_loss for p in passed),
@@ -329,56 +245,6 @@ class _Run:
             "is/gate_reject_frac": gated_out / len(self.members),
             "n_micro_batches": float(len(passed)),
         }
-
-
-def _tokens(chosen: Sequence[_Member], logprobs: torch.Tensor) -> Tokens:
-    device = logprobs.device
-    references = [m.reference for m in chosen if m.reference is not None]
-    counts = [len(m.sampler) for m in chosen]
-    return Tokens(
-        logprobs,
-        torch.cat([m.sampler for m in chosen]).to(device),
-        torch.cat(references).to(device) if references else None,
-        _owners(counts).to(device),
-        torch.cat([m.advantages for m in chosen]).to(device),
-        torch.cat([torch.full((c,), m.weight) for c, m in zip(counts, chosen, strict=True)]).to(
-            device
-        ),
-    )
-
-
-def _owners(counts: Sequence[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-
-
-def _by_row(member: _Member) -> list[_Member]:
-    counts = member.counts
-    references = torch.split(member.reference, counts) if member.reference is not None else None
-    return [
-        _Member((row,), sampler, references[i] if references else None, advantages, member.weight)
-        for i, (row, sampler, advantages) in enumerate(
-            zip(
-                member.rows,
-                torch.split(member.sampler, counts),
-                torch.split(member.advantages, counts),
-                strict=True,
-            )
-        )
-        if counts[i]
-    ]
-
-
-def _joined(
-    group: tuple[int, ...], whole: Tokens, parts: Sequence[_Passed], kept: torch.Tensor
-) -> _Passed:
-    return _Passed(
-        group,
-        whole,
-        torch.cat([p.entropy for p in parts]),
-        sum(p.policy_loss for p in parts),
-        sum(p.reference_loss for p in parts),
-        kept,
-    )
 
 
 def _costs(tokens: float, seconds: float) -> dict[str, float]:
