@@ -7,6 +7,7 @@
     ├─ NotFound (404), RangeNotSatisfiable (416)
     ├─ Conflict (409)
     ├─ Unavailable (503)      retry later; nothing was lost
+    ├─ RateLimited (429)      retry later; the key or the policy has used up its share
     ├─ LeaseLost              a newer fencing token owns the policy; discard the work
     ├─ AdapterRejected        an adapter failed verification
     └─ TrainingFailed         rows, forward or backward raised: counted against the batch
@@ -99,6 +100,16 @@ class Unavailable(YoroError):
 
     code, status, title = "unavailable", 503, "Try again"
     retry_after_seconds = 1
+
+
+class RateLimited(YoroError):
+    """The key sends faster, or the policy takes more a day, than it may; retry after a while."""
+
+    code, status, title = "rate_limit", 429, "Too many requests"
+
+    def __init__(self, detail: str, *, code: str, retry_after_seconds: int) -> None:
+        super().__init__(detail, code=code)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class LeaseLost(YoroError):

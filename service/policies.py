@@ -7,6 +7,7 @@ every field here has an effect; defaults are those of design/training.md.
 
 import hashlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -89,7 +90,7 @@ class Baseline(Document):
 
 
 class Reward(Document):
-    """How a rollout's grades become one number in [0, 1]. Only grades named `overall` without a turn count."""
+    """How grades become one number in [0, 1]; those named `overall` without a turn count."""
 
     rule: Literal["mean", "weighted", "latest", "min"] = "mean"
     weights: dict[str, NonNegative] = Field(default_factory=dict)
@@ -140,6 +141,45 @@ class Statuses(Document):
     truncated: Literal["exclude", "train"] = "train"
 
 
+class MaskPattern(Document):
+    """A regular expression (Python's `re`) and the literal text that takes the place of every match."""
+
+    pattern: Annotated[str, StringConstraints(min_length=1, max_length=2000)]
+    replacement: Annotated[str, StringConstraints(max_length=200)] = "[masked]"
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return self
+
+
+class Masking(Document):
+    """What is removed from documents and comments before anything is stored."""
+
+    patterns: tuple[MaskPattern, ...] = Field((), max_length=100)
+    function: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]{1,64}$")] | None = None
+    """Name of a function of the server's setting `YORO_MASK_FUNCTIONS`, applied after the patterns."""
+    altered: Literal["exclude", "train_text"] = "exclude"
+    """What becomes of a trace that a mask changed: its policy never said the masked text."""
+
+
+class Quotas(Document):
+    """Most new documents in one UTC day; null: no bound. Duplicates do not count."""
+
+    traces_per_day: Annotated[int, Field(ge=1)] | None = None
+    grades_per_day: Annotated[int, Field(ge=1)] | None = None
+
+
+class Retention(Document):
+    """How long documents are kept as they came; `yoro retention` removes older ones."""
+
+    raw_days: Positive | None = None
+    """Null: for good. The normalised document stays: the trainer reads it."""
+
+
 class PolicySettings(Document):
     """Everything a policy is configured with."""
 
@@ -155,6 +195,9 @@ class PolicySettings(Document):
     reward: Reward = Reward()
     batching: Batching = Batching()
     statuses: Statuses = Statuses()
+    masking: Masking = Masking()
+    quotas: Quotas = Quotas()
+    retention: Retention = Retention()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     adapters_url: str = ""
     """fsspec URL of the adapter store; empty: `{data}/adapters`."""
     model_root: Path | None = None
-    """Base models given as a folder or a GGUF file must lie below it; unset: only hub names and bundled ones."""
+    """Base models given as a folder or a GGUF file lie below it; unset: hub names and bundled ones only."""
     trust_remote_code: bool = False
     encoder: str = "all-MiniLM-L6-v2"
     """Sentence encoder of the baselines: a hub name (this one is carried by `yoro[demo]`) or a folder."""

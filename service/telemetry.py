@@ -56,7 +56,7 @@ def serve_probes(port: int, ready: Callable[[], bool]) -> None:
     """Serve /metrics, /healthz and /readyz of a process that has no HTTP of its own, from a thread."""
 
     class Probes(MetricsHandler):
-        def do_GET(self) -> None:
+        def do_GET(self) -> None:  # noqa: N802 - the standard library's name
             if self.path == "/healthz":
                 self._answer(200, b"ok")
             elif self.path == "/readyz":

@@ -8,7 +8,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from service.adapters.store import AdapterStore, describe_file
 from service.adapters.verify import WEIGHTS, verify
 from service.batches.claims import ClaimedBatch
 from service.batches.leases import Lease
+from service.batches.outcomes import Published
 from service.errors import AdapterRejected
 from trainer import checkpoint
 from trainer.optimizer import AdapterOptimizer
@@ -29,20 +30,11 @@ PROBE_TOLERANCE = 1e-4
 """Greatest difference of a probe logprob between the trained model and its files loaded afresh."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Files in the store that no version row vouches for yet."""
-
-    folder: str
-    manifest: Mapping[str, Any]
-    manifest_sha256: str
-    adapter_sha256: str
-
-
 def publish(
     policy: PolicyModel,
     optimizer: AdapterOptimizer,
     store: AdapterStore,
+    *,
     batch: ClaimedBatch,
     lease: Lease,
     metrics: Mapping[str, float],
@@ -56,7 +48,12 @@ def publish(
         names = checkpoint.save_adapter(policy, written, settings.base_model, settings.base_revision)
         state = [checkpoint.save_optimizer(optimizer, written)]
         probe = probe_logprobs(policy)
-        manifest = _manifest(batch, lease, written, names, state, probe, metrics)
+        manifest = _provenance(batch, lease) | {
+            "files": [asdict(describe_file(written / name)) for name in names],
+            "state": [asdict(describe_file(written / name)) for name in state],
+            "probe": {"text": PROBE_TEXT, "logprobs": probe},
+            "metrics": dict(metrics),
+        }
         digest = store.write_version(folder, written, manifest)
         store.download(folder, read, with_state=True)
         verify(read, settings.adapter)
@@ -86,10 +83,8 @@ def compare_probe(found: list[float], expected: list[float]) -> None:
         raise AdapterRejected(f"Probe logprobs from the files are off by up to {distance:.2e}", code="probe")
 
 
-def _manifest(
-    batch: ClaimedBatch, lease: Lease, folder: Path, names: list[str], state: list[str],
-    probe: list[float], metrics: Mapping[str, float],
-) -> dict[str, Any]:  # fmt: skip
+def _provenance(batch: ClaimedBatch, lease: Lease) -> dict[str, Any]:
+    """Return what the manifest says of where the version comes from."""
     rewards = sorted((member.rollout_id, member.reward) for member in batch.members)
     settings = batch.settings
     return {
@@ -104,10 +99,6 @@ def _manifest(
         "created_at": datetime.now(UTC).isoformat(),
         "base_model": {"name": settings.base_model, "revision": settings.base_revision},
         "adapter": settings.adapter.model_dump(mode="json"),
-        "files": [asdict(describe_file(folder / name)) for name in names],
-        "state": [asdict(describe_file(folder / name)) for name in state],
         "rollouts": len(rewards),
         "rewards_sha256": hashlib.sha256(json.dumps(rewards).encode()).hexdigest(),
-        "probe": {"text": PROBE_TEXT, "logprobs": probe},
-        "metrics": dict(metrics),
     }

@@ -24,12 +24,11 @@ from service.adapters.store import AdapterStore
 from service.batches import leases, outcomes
 from service.batches.claims import ClaimedBatch, claim_batch
 from service.batches.leases import Lease
-from service.batches.outcomes import Judgement, NoStep, Step
+from service.batches.outcomes import Judgement, NoStep, Record, Step
 from service.errors import AdapterRejected, LeaseLost, NotFound, TrainingFailed, Unavailable
 from service.settings import Settings
 from trainer import poison, publish
 from trainer.heartbeat import Heartbeat
-from trainer.publish import Published
 from trainer.restore import Loaded, Restorer
 from trainer.sequences import RolloutRows, build_rows
 from trainer.step import StepResult, TrainingBatch, TrainingRollout, train_batch
@@ -98,7 +97,7 @@ class Worker:
             self._count_failure(lease, batch, error)
         except (AdapterRejected, NotFound, Unavailable, OSError) as error:
             # Storage, database and probe are not the batch's fault: put it back and try again later.
-            log.error("step_not_published", detail=str(error))
+            log.error("step_not_published", error=type(error).__name__, detail=str(error))  # noqa: TRY400
             self.restorer.forget()
             outcomes.put_back(self.engine, lease, batch.id)
             return False
@@ -117,16 +116,19 @@ class Worker:
                 step_number=batch.head.depth + 1, load_version=versions.folder,
             )  # fmt: skip
         self.at("stepped")
-        judgements = _judgements(rows, result)
         metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
+        record = Record(_judgements(rows, result), result.policy_tokens, metrics)
         if result.outcome != "stepped":
-            self._end_without_step(lease, batch, result.outcome, judgements, metrics)
+            self._end_without_step(lease, batch, result.outcome, record)
             return
         self.restorer.forget()  # what is in memory is no published version until the commit
         heartbeat.say("publishing")
-        published = publish.publish(loaded.policy, loaded.optimizer, self.store, batch, lease, metrics)
+        published = publish.publish(
+            loaded.policy, loaded.optimizer, self.store, batch=batch, lease=lease, metrics=metrics
+        )
         self.at("files_written")
-        self._commit(lease, _step(batch, published, judgements, result.policy_tokens, metrics))
+        step = Step(batch.id, batch.head.version, batch.head.next_version, published, record)
+        self._commit(lease, step)
         self.restorer.keep(lease, batch.head.next_version, loaded)
         self.at("committed")
         telemetry.STEPS.labels(batch.policy, "trained").inc()
@@ -156,11 +158,8 @@ class Worker:
             if outcomes.committed_version(self.engine, lease, step.batch_id) is None:
                 outcomes.commit_step(self.engine, lease, step)
 
-    def _end_without_step(
-        self, lease: Lease, batch: ClaimedBatch, outcome: NoStep, judgements: dict[int, Judgement],
-        metrics: dict[str, float],
-    ) -> None:  # fmt: skip
-        outcomes.end_without_step(self.engine, lease, batch.id, outcome, judgements, metrics)
+    def _end_without_step(self, lease: Lease, batch: ClaimedBatch, outcome: NoStep, record: Record) -> None:
+        outcomes.end_without_step(self.engine, lease, batch.id, outcome, record)
         telemetry.STEPS.labels(batch.policy, outcome).inc()
         telemetry.logger().info("no_step", policy=batch.policy, batch=batch.number, outcome=outcome)
 
@@ -231,24 +230,6 @@ def _judgements(rows: dict[int, RolloutRows], result: StepResult) -> dict[int, J
         )
         for rollout, found in rows.items()
     }
-
-
-def _step(
-    batch: ClaimedBatch, published: Published, judgements: dict[int, Judgement], tokens: int,
-    metrics: dict[str, float],
-) -> Step:  # fmt: skip
-    return Step(
-        batch_id=batch.id,
-        parent=batch.head.version,
-        version=batch.head.next_version,
-        folder=published.folder,
-        manifest=published.manifest,
-        manifest_sha256=published.manifest_sha256,
-        adapter_sha256=published.adapter_sha256,
-        judgements=judgements,
-        policy_tokens=tokens,
-        metrics=metrics,
-    )
 
 
 def use_threads(threads: int) -> None:

@@ -47,7 +47,8 @@ _LOCK_MEMBERS = text(
 )
 
 _NEW_BATCH = text("""
-INSERT INTO batches (policy_id, number, state, outcome, size, settings_revision, estimator, parameters, ended_at)
+INSERT INTO batches (policy_id, number, state, outcome, size, settings_revision, estimator, parameters,
+                     ended_at)
 VALUES (:policy, :number, :state, :outcome, :size, :revision, :estimator, CAST(:parameters AS jsonb),
         CASE WHEN :state = 'ready' THEN NULL ELSE clock_timestamp() END)
 RETURNING id

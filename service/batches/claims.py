@@ -30,7 +30,8 @@ ORDER BY b.number LIMIT 1 FOR UPDATE OF b
 """)
 
 _MEMBERS = text("""
-SELECT m.rollout_id, m.reward, m.advantage, r.version, r.depth, r.erased_at IS NOT NULL AS erased, d.normalised
+SELECT m.rollout_id, m.reward, m.advantage, r.version, r.depth, d.normalised,
+       r.erased_at IS NOT NULL AS erased
 FROM batch_members m
 JOIN rollouts r ON r.id = m.rollout_id
 LEFT JOIN rollout_documents d ON d.rollout_id = m.rollout_id
@@ -48,7 +49,8 @@ SELECT version, folder FROM policy_versions WHERE policy_id = :policy AND versio
 """)
 
 _TAKE = text("""
-UPDATE batches SET attempts = attempts + 1, claimed_token = :token, deaths = :deaths, tokens_per_rollout = :tokens
+UPDATE batches SET attempts = attempts + 1, claimed_token = :token, deaths = :deaths,
+    tokens_per_rollout = :tokens
 WHERE id = :batch RETURNING attempts
 """)
 
@@ -99,7 +101,7 @@ def claim_batch(engine: Engine, lease: Lease) -> ClaimedBatch | None:
             elif any(member.depth < least for member in members):
                 outcomes.dissolve(connection, batch.id, "member_stale")
             else:
-                return _claimed(connection, lease, head, batch, settings, members)
+                return _claimed(connection, lease, head, batch=batch, settings=settings, members=members)
     return None
 
 
@@ -107,6 +109,7 @@ def _claimed(
     connection: Connection,
     lease: Lease,
     head: Head,
+    *,
     batch: Any,
     settings: PolicySettings,
     members: Any,

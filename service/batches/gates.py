@@ -21,7 +21,8 @@ WITH subject AS (
            -- an excluded rollout still gets its reward: it serves baselines as history
            OR (r.state = 'excluded' AND (r.reason LIKE 'untrainable:%' OR r.reason = 'failed_rollout')))
 ), counting AS (
-    SELECT s.id, g.id AS grade_id, g.grader, g.value, coalesce(g.graded_at, g.received_at) AS at, g.received_at,
+    SELECT s.id, g.id AS grade_id, g.grader, g.value, g.received_at,
+           coalesce(g.graded_at, g.received_at) AS at,
            CASE WHEN s.rule ->> 'rule' = 'weighted'
                 THEN coalesce((s.rule -> 'weights' ->> g.grader)::float8, 0) ELSE 1 END AS weight
     FROM subject s
@@ -57,19 +58,22 @@ WITH subject AS (
     FROM judged
 )
 UPDATE rollouts r SET
-    state = CASE WHEN r.state = 'excluded' THEN 'excluded' WHEN obstacle IS NULL THEN 'ready' ELSE 'waiting_reward' END,
+    state = CASE WHEN r.state = 'excluded' THEN 'excluded'
+                 WHEN obstacle IS NULL THEN 'ready' ELSE 'waiting_reward' END,
     reason = CASE WHEN r.state = 'excluded' THEN r.reason ELSE coalesce(obstacle, '') END,
     due_at = CASE WHEN obstacle IN ('waiting_for_graders', 'settling') THEN g.due_at END,
     reward = CASE WHEN obstacle IS NULL THEN least(greatest(g.reward, 0), 1) END,
     reward_revision = CASE WHEN obstacle IS NULL THEN g.settings_revision END,
     reward_grades = CASE WHEN obstacle IS NULL THEN g.grade_ids END,
     rewarded_at = CASE WHEN obstacle IS NULL THEN clock_timestamp() END,
-    ready_at = CASE WHEN obstacle IS NULL AND r.state <> 'excluded' THEN coalesce(r.ready_at, clock_timestamp()) END
+    ready_at = CASE WHEN obstacle IS NULL AND r.state <> 'excluded'
+                    THEN coalesce(r.ready_at, clock_timestamp()) END
 FROM gated g WHERE r.id = g.id
 """)
 
 _OPEN = text("""
-SELECT id FROM rollouts WHERE policy_id = :policy AND state IN ('waiting_reward', 'ready') ORDER BY id FOR UPDATE
+SELECT id FROM rollouts WHERE policy_id = :policy AND state IN ('waiting_reward', 'ready')
+ORDER BY id FOR UPDATE
 """)
 
 _DUE = text("""
@@ -90,7 +94,7 @@ def evaluate(connection: Connection, rollouts: Sequence[int]) -> None:
 
 
 def evaluate_policy(connection: Connection, policy_id: int) -> None:
-    """Recompute every rollout of a policy that is not batched, trained or excluded, after a change of its rule."""
+    """Recompute every open rollout of a policy, after a change of its rule."""
     open_ids = connection.execute(_OPEN, {"policy": policy_id}).scalars()
     evaluate(connection, list(open_ids))
 

@@ -42,7 +42,8 @@ WHERE f.rollout_id = ANY(:ids) AND e.text_digest IS NULL
 
 _REMEMBER = text("""
 INSERT INTO embeddings (text_digest, encoder, vector)
-SELECT digest, :encoder, vector FROM unnest(CAST(:digests AS bytea[]), CAST(:vectors AS bytea[])) AS new (digest, vector)
+SELECT digest, :encoder, vector
+FROM unnest(CAST(:digests AS bytea[]), CAST(:vectors AS bytea[])) AS new (digest, vector)
 ORDER BY digest ON CONFLICT DO NOTHING
 """)
 

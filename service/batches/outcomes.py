@@ -47,13 +47,16 @@ WHERE m.batch_id = :batch AND m.live ORDER BY r.id FOR UPDATE OF r
 """)
 
 _JUDGE_MEMBERS = text("""
-UPDATE batch_members m SET verdict = v.verdict, reason = v.reason, live = m.live AND v.reason NOT LIKE 'untrainable:%'
-FROM unnest(CAST(:ids AS bigint[]), CAST(:verdicts AS text[]), CAST(:reasons AS text[])) AS v (id, verdict, reason)
+UPDATE batch_members m SET verdict = v.verdict, reason = v.reason,
+    live = m.live AND v.reason NOT LIKE 'untrainable:%'
+FROM unnest(CAST(:ids AS bigint[]), CAST(:verdicts AS text[]), CAST(:reasons AS text[]))
+     AS v (id, verdict, reason)
 WHERE m.batch_id = :batch AND m.rollout_id = v.id
 """)
 
 _TRAINED = text("""
-UPDATE rollouts r SET state = 'trained', reason = CASE WHEN m.reason = '' THEN 'version ' || :version ELSE m.reason END
+UPDATE rollouts r SET state = 'trained',
+    reason = CASE WHEN m.reason = '' THEN 'version ' || :version ELSE m.reason END
 FROM batch_members m WHERE m.batch_id = :batch AND m.live AND r.id = m.rollout_id
 """)
 
@@ -105,26 +108,40 @@ _PAUSE = text("UPDATE policies SET paused = true WHERE id = :policy")
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The trainer's final verdict on one member; reason `untrainable:…` takes it out, `gated_out` does not."""
+    """The trainer's verdict on one member; reason `untrainable:…` takes it out, `gated_out` does not."""
 
     verdict: str
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A finished optimizer step whose files are written, verified and probed."""
+class Record:
+    """What the trainer says of a batch that it has finished with."""
 
-    batch_id: int
-    parent: int
-    version: int
+    judgements: Mapping[int, Judgement]
+    policy_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version's files in the store, written, verified and probed; nothing vouches for them yet."""
+
     folder: str
     manifest: Mapping[str, Any]
     manifest_sha256: str
     adapter_sha256: str
-    judgements: Mapping[int, Judgement]
-    policy_tokens: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A finished optimizer step, ready to count."""
+
+    batch_id: int
+    parent: int
+    version: int
+    published: Published
+    record: Record
 
 
 def commit_step(engine: Engine, lease: Lease, step: Step) -> None:
@@ -139,23 +156,16 @@ def commit_step(engine: Engine, lease: Lease, step: Step) -> None:
             raise LeaseLost(f"The head is version {head.version}, not {step.parent}")
         connection.execute(_LOCK_MEMBERS, {"batch": step.batch_id})
         erased = list(connection.execute(_ERASED, {"batch": step.batch_id}).scalars())
-        _judge(connection, step.batch_id, step.judgements)
-        _end(
-            connection,
-            step.batch_id,
-            "trained",
-            "",
-            step.policy_tokens,
-            step.judgements,
-            step.metrics,
-        )
+        _judge(connection, step.batch_id, step.record)
+        _end(connection, step.batch_id, "trained", "", step.record)
+        files = step.published
         made = {"policy": lease.policy_id, "version": step.version, "depth": head.depth + 1}
         connection.execute(
             _NEW_VERSION,
             {
                 **made, "parent": step.parent, "batch": step.batch_id, "token": lease.token,
-                "folder": step.folder, "manifest": json.dumps(step.manifest),
-                "manifest_sha256": step.manifest_sha256, "adapter_sha256": step.adapter_sha256,
+                "folder": files.folder, "manifest": json.dumps(files.manifest),
+                "manifest_sha256": files.manifest_sha256, "adapter_sha256": files.adapter_sha256,
                 "tainted": [f"erased rollout {rollout}" for rollout in erased],
             },
         )  # fmt: skip
@@ -164,7 +174,7 @@ def commit_step(engine: Engine, lease: Lease, step: Step) -> None:
 
 
 def committed_version(engine: Engine, lease: Lease, batch_id: int) -> int | None:
-    """After a lost answer: the version that my token made of this batch, or None if the commit did not happen."""
+    """After a lost answer: the version that my token made of this batch, None if there is none."""
     with transaction(engine) as connection:
         found: int | None = connection.execute(
             _COMMITTED, {"batch": batch_id, "token": lease.token}
@@ -172,16 +182,13 @@ def committed_version(engine: Engine, lease: Lease, batch_id: int) -> int | None
         return found
 
 
-def end_without_step(
-    engine: Engine, lease: Lease, batch_id: int, outcome: NoStep, judgements: Mapping[int, Judgement],
-    metrics: Mapping[str, float],
-) -> None:  # fmt: skip
+def end_without_step(engine: Engine, lease: Lease, batch_id: int, outcome: NoStep, record: Record) -> None:
     """End a batch that makes no version; its members are excluded with the reason. Raises LeaseLost."""
     with transaction(engine) as connection:
         hold(connection, lease)
         connection.execute(_LOCK_MEMBERS, {"batch": batch_id})
-        _judge(connection, batch_id, judgements)
-        _end(connection, batch_id, "no_step", outcome, 0, judgements, metrics)
+        _judge(connection, batch_id, record)
+        _end(connection, batch_id, "no_step", outcome, record)
         connection.execute(_UNTRAINED, {"batch": batch_id, "outcome": outcome})
         connection.execute(_LET_GO, {"batch": batch_id})
 
@@ -224,7 +231,8 @@ def dissolve(connection: Connection, batch_id: int, reason: str) -> None:
     connection.execute(_LET_GO, {"batch": batch_id})
 
 
-def _judge(connection: Connection, batch_id: int, judgements: Mapping[int, Judgement]) -> None:
+def _judge(connection: Connection, batch_id: int, record: Record) -> None:
+    judgements = record.judgements
     connection.execute(
         _JUDGE_MEMBERS,
         {
@@ -237,16 +245,14 @@ def _judge(connection: Connection, batch_id: int, judgements: Mapping[int, Judge
     connection.execute(_REJECTED, {"batch": batch_id})
 
 
-def _end(
-    connection: Connection, batch_id: int, state: str, outcome: str, tokens: int,
-    judgements: Mapping[int, Judgement], metrics: Mapping[str, float],
-) -> None:  # fmt: skip
-    trainable = sum(not judgement.reason.startswith("untrainable:") for judgement in judgements.values())
+def _end(connection: Connection, batch_id: int, state: str, outcome: str, record: Record) -> None:
+    judgements = record.judgements.values()
+    trainable = sum(not judgement.reason.startswith("untrainable:") for judgement in judgements)
     ended = connection.execute(
         _END_BATCH,
         {
-            "batch": batch_id, "state": state, "outcome": outcome, "tokens": tokens, "trainable": trainable,
-            "metrics": json.dumps(dict(metrics)),
+            "batch": batch_id, "state": state, "outcome": outcome, "tokens": record.policy_tokens,
+            "trainable": trainable, "metrics": json.dumps(dict(record.metrics)),
         },
     ).one_or_none()  # fmt: skip
     if ended is None:

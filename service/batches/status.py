@@ -14,7 +14,8 @@ from service.database.tables import ROLLOUT_STATES
 
 # Staleness is derived from the head's depth here, as assembly does; no row says it.
 _COUNTS = text("""
-SELECT CASE WHEN r.state = 'ready' AND r.depth < l.head_depth - :staleness THEN 'excluded' ELSE r.state END AS state,
+SELECT CASE WHEN r.state = 'ready' AND r.depth < l.head_depth - :staleness THEN 'excluded'
+            ELSE r.state END AS state,
        CASE WHEN r.state = 'ready' AND r.depth < l.head_depth - :staleness THEN 'stale'
             WHEN r.state = 'batched' OR (r.state = 'trained' AND r.reason LIKE 'version %') THEN ''
             ELSE r.reason END AS reason,

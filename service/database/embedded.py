@@ -39,7 +39,7 @@ class EmbeddedPostgres:
         self._bin = bin_dir or _bundled_bin()
         self._record = self.folder.with_name(self.folder.name + ".process.json")
         self._log = self.folder.with_name(self.folder.name + ".log")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         end_recorded(self._record, signal.SIGINT)
         self._initialise()
         self._sockets = self._socket_folder()
@@ -65,13 +65,17 @@ class EmbeddedPostgres:
     def _initialise(self) -> None:
         if (self.folder / "PG_VERSION").exists():
             return
+        # Made aside and renamed: an interrupted initdb leaves nothing that looks initialised.
+        fresh = self.folder.with_name(self.folder.name + ".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
         if self.account:
-            _let_through(self.folder)
+            _let_through(fresh)
             _let_through(self._bin / "postgres")
-            _own(self.folder, self.account, 0o700)
-        # --no-sync: the first checkpoint syncs; an interrupted initdb leaves no PG_VERSION-complete folder anyway
-        self._run("initdb", "-D", str(self.folder), "-U", "postgres", "--auth=trust", "--encoding=UTF8",
+            _own(fresh, self.account, 0o700)
+        self._run("initdb", "-D", str(fresh), "-U", "postgres", "--auth=trust", "--encoding=UTF8",
                   "--locale=C.UTF-8")  # fmt: skip
+        fresh.replace(self.folder)
 
     def _socket_folder(self) -> "tempfile.TemporaryDirectory[str]":
         # Socket paths are limited to 107 bytes, so it cannot lie in `folder`.
@@ -87,8 +91,8 @@ class EmbeddedPostgres:
         with self._log.open("ab") as log:
             process = subprocess.Popen(  # noqa: S603 - our own binary
                 [self._bin / "postgres", *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                user=self.account, group=self.account, start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509
-                env={"PATH": os.environ.get("PATH", ""), "LC_ALL": "C.UTF-8", "TZ": "UTC"},
+                user=self.account, group=self.account, start_new_session=True, preexec_fn=_die_with_parent,
+                env={"LC_ALL": "C.UTF-8", "TZ": "UTC"},
             )  # fmt: skip
         self._record.write_text(json.dumps(identity(process.pid)))
         self._await_ready(process)

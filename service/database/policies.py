@@ -13,7 +13,8 @@ FIXED = ("base_model", "base_revision", "adapter")
 
 _INSERT = text("INSERT INTO policies (name) VALUES (:name) RETURNING id")
 _REVISION = text("""
-INSERT INTO settings_revisions (policy_id, revision, document) VALUES (:policy, :revision, CAST(:document AS jsonb))
+INSERT INTO settings_revisions (policy_id, revision, document)
+VALUES (:policy, :revision, CAST(:document AS jsonb))
 """)
 _LINEAGE = text("INSERT INTO lineages (policy_id) VALUES (:policy)")
 _BASE = text(

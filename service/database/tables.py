@@ -108,7 +108,7 @@ class SettingsRevision(Table):
 
 
 class Lineage(Table):
-    """A policy's chain of versions and its lease: the one row that claim, heartbeat, rewind and commit lock."""
+    """A policy's chain of versions and its lease: one row that claim, heartbeat, rewind, commit lock."""
 
     __tablename__ = "lineages"
     policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)

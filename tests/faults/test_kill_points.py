@@ -43,9 +43,9 @@ def undisturbed() -> dict[str, str]:
     return {}
 
 
-def run(settings: Settings, fault: Fault = Fault(), until: int = BATCHES, seconds: float = 60) -> int | None:  # noqa: B008
-    process = worker_process.start(settings, fault, until)
-    process.join(seconds)
+def run(settings: Settings, fault: Fault | None = None) -> int | None:
+    process = worker_process.start(settings, fault or Fault(), BATCHES)
+    process.join(60)
     return process.exitcode
 
 
@@ -132,7 +132,8 @@ def _await_stopped(pid: int) -> None:
 
 def _await_sleeping_again(engine: Engine) -> None:
     """Return once the woken worker has looked for work again, which it does after giving up its step."""
-    woken = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'yoro faulty worker' AND query LIKE '%ORDER BY b.created_at%'"
+    woken = """SELECT count(*) FROM pg_stat_activity
+               WHERE application_name = 'yoro faulty worker' AND query LIKE '%ORDER BY b.created_at%'"""
     for _ in range(3000):
         with transaction(engine) as connection:
             if connection.execute(text(woken)).scalar_one():

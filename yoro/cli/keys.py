@@ -36,7 +36,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = "", data: Data = DEFAULT_DATA) -> N
     """List keys by what is stored of them."""
     table = Table("prefix", "name", "roles", "policies", "created", "expires", "revoked")
     with connect(url, key, data) as client:
-        for found in client.keys():
+        for found in client.keys():  # noqa: SIM118 - no dictionary
             table.add_row(
                 found["prefix"], found["name"], ", ".join(found["roles"]),
                 "all" if found["policies"] is None else ", ".join(found["policies"]),
