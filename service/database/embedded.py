@@ -103,7 +103,7 @@ class EmbeddedPostgres:
         for _ in range(START_SECONDS * 20):
             if process.poll() is not None:
                 raise Unavailable(f"The embedded Postgres ended at start:\n{self._log_end()}")
-            if self._try("pg_isready", "-q", "-h", self._sockets.name, "-t", "1"):
+            if self._try("pg_isready", "-q", "-U", "postgres", "-h", self._sockets.name, "-t", "1"):
                 return
             try:
                 process.wait(0.05)

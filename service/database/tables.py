@@ -5,12 +5,13 @@ Invariants that the database itself keeps: one row a (policy, trace_id); one liv
 a rollout; one task a batch; one version a batch; versions numbered once; states from a fixed set.
 """
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
+    Date,
     DateTime,
     Double,
     ForeignKey,
@@ -81,6 +82,8 @@ class ApiKey(Table):
     roles: Mapped[list[str]]
     policies: Mapped[list[str] | None]
     """Names of the policies it may touch; null: all."""
+    rate_per_second: Mapped[float | None]
+    """Documents a second that each api process takes from it; null: the server's default."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
@@ -190,12 +193,32 @@ class Rollout(Table):
 
 
 class RolloutDocument(Table):
-    """What the agent sent and what we read from it; zstd, never updated."""
+    """What the agent sent and what we read from it; zstd; only retention touches it."""
 
     __tablename__ = "rollout_documents"
     rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
-    raw: Mapped[bytes]
+    policy_id: Mapped[int]
+    received_at: Mapped[datetime]
+    raw: Mapped[bytes | None]
+    """As it came, after the policy's masks; null once the policy's retention has passed."""
     normalised: Mapped[bytes]
+
+    __table_args__ = (
+        Index(
+            "ix_rollout_documents_raw", "policy_id", "received_at", "rollout_id",
+            postgresql_where=text("raw IS NOT NULL"),
+        ),
+    )  # fmt: skip
+
+
+class PolicyUsage(Table):
+    """New documents of a policy in one UTC day, counted for its quotas."""
+
+    __tablename__ = "policy_usage"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    day: Mapped[date] = mapped_column(Date, primary_key=True)
+    traces: Mapped[int]
+    grades: Mapped[int]
 
 
 class RolloutFeatures(Table):
