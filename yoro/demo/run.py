@@ -35,6 +35,7 @@ from yoro.pull import pull
 from yoro.supervisor import Up
 
 POLICY = "demo"
+BASE_MODEL = "smollm2-135m"
 STALL_SECONDS = 600.0
 """Without a new version for so long the demo gives up rather than wait for ever."""
 
@@ -99,9 +100,9 @@ class _Demo:
     def run(self) -> dict[str, Any]:
         """Measure, train, measure again."""
         admin = Client(self.up.url, self.up.key_file.read_text().strip())
-        admin.create_policy(POLICY, **preset.SETTINGS)
+        admin.create_policy(POLICY, base_model=BASE_MODEL, **preset.SETTINGS)
         self.screen.say("loading SmolLM2-135M-Instruct for the agent")
-        agent = Agent(locate_base_model(preset.BASE_MODEL, None, None))
+        agent = Agent(locate_base_model(BASE_MODEL, None, None))
         held_out = tasks.held_out()
         self.screen.say(f"answering {len(held_out)} held-out tasks with the base model")
         before = _scores(agent, held_out)
