@@ -1,7 +1,7 @@
-"""Causal attention over rows laid end to end, without padding.
+"""Causal attention over rows laid end to end, without padding, after a prefix that all share.
 
 Knows nothing of rollouts. Registered with transformers under `NAME`, so that any decoder that looks
-its attention up by name can use it; a row never sees another row.
+its attention up by name can use it. A row sees the prefix and itself, never another row.
 """
 
 from typing import Any
@@ -22,16 +22,18 @@ def attend(
     *,
     scaling: float | None = None,
     segments: tuple[int, ...] | None = None,
+    prefix: int = 0,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within each segment.
+    """Attend within each row.
 
-    query [1, heads, N, d], key and value [1, kv_heads, N, d]; `segments` are the rows' lengths, in
-    order, summing to N (None: one row). Returns [1, N, heads, d]. Raises NotImplementedError for
-    variants that a plain causal row cannot express, so that nothing is silently left out.
+    query [1, heads, N, d], key and value [1, kv_heads, N, d]; `segments` are lengths that sum to N
+    (None: one row), the first of them the shared prefix's if `prefix` is not 0. Returns
+    [1, N, heads, d]. Raises NotImplementedError for variants that a plain causal row cannot
+    express, so that nothing is silently left out.
 
-    A bf16 CPU attends in fp32: PyTorch's bf16 CPU kernels lose most of the gradient's direction
-    here, and attention over short rows is a small part of the work.
+    On a CPU bf16 attends in fp32: backward in bf16 takes three times as long there (torch 2.13),
+    and loses direction.
     """
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
@@ -41,18 +43,31 @@ def attend(
     if query.device.type == "cpu":
         query, key, value = query.float(), key.float(), value.float()
     lengths = list(segments or (query.shape[2],))
+    queries, keys, values = (torch.split(t, lengths, 2) for t in (query, key, value))
+    mask = _after_prefix(max(lengths), prefix, query.device) if prefix else None
     rows = [
-        scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        for q, k, v in zip(
-            torch.split(query, lengths, 2),
-            torch.split(key, lengths, 2),
-            torch.split(value, lengths, 2),
-            strict=True,
-        )
+        _causal(q, k, v, None, scaling)
+        if mask is None or i == 0
+        else _causal(q, torch.cat([keys[0], k], 2), torch.cat([values[0], v], 2), mask, scaling)
+        for i, (q, k, v) in enumerate(zip(queries, keys, values, strict=True))
     ]
     return torch.cat(rows, 2).transpose(1, 2).to(dtype).contiguous(), None
+
+
+def _after_prefix(longest: int, prefix: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom in a row that follows the prefix, [longest, prefix + longest] bool."""
+    own = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    return torch.cat([torch.ones(longest, prefix, dtype=torch.bool, device=device), own], 1)
+
+
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    mask = None if mask is None else mask[: q.shape[2], : k.shape[2]]
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
 
 
 AttentionInterface.register(NAME, attend)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -40,8 +41,18 @@ def _config(policy: PolicyModel, base_name: str, base_revision: str | None) -> d
         "base_model_name_or_path": base_name,
         "revision": base_revision,
         "inference_mode": True,
+        "target_modules": _targets(policy),
     }
     return {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+
+
+def _targets(policy: PolicyModel) -> list[str]:
+    """The adapted modules, by their last names where those say exactly these, as servers expect."""
+    modules = dict(policy.base.named_modules())
+    adapted = {name for name, module in modules.items() if isinstance(module, LoraLayer)}
+    short = {name.rpartition(".")[2] for name in adapted}
+    alike = {name for name in modules if name.rpartition(".")[2] in short}
+    return sorted(short if alike == adapted else adapted)
 
 
 def save_optimizer(optimizer: AdapterOptimizer, folder: Path) -> str:

@@ -13,7 +13,7 @@ import torch
 from service.policies import Objective
 from trainer import objective
 from trainer.objective import Tokens
-from trainer.packing import lay_out
+from trainer.packing import laid_tokens, lay_out
 from trainer.policy import PolicyModel, policy_logprobs
 from trainer.scoring import logprobs_of
 from trainer.sequences import Row
@@ -59,7 +59,8 @@ def accumulate(
     """
     chosen = [members[i] for i in group]
     rows = [row for m in chosen for row in m.rows]
-    if len(group) > 1 or len(rows) == 1 or sum(len(r.input_ids) for r in rows) <= budget:
+    fits = laid_tokens(rows, padded=policy.padded) <= budget
+    if len(group) > 1 or len(rows) == 1 or fits:
         return _forward_backward(policy, group, chosen, settings)
     kept = _kept(policy, chosen[0], settings, budget)
     parts = [_forward_backward(policy, group, [p], settings, kept) for p in _by_row(chosen[0])]

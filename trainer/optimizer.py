@@ -33,6 +33,13 @@ class AdapterOptimizer:
             foreach=False,
         )
 
+    def use(self, settings: Optimizer) -> None:
+        """Take other settings from the next step on; the state stays."""
+        self._settings = settings
+        for group in self._adamw.param_groups:
+            group["betas"], group["eps"] = settings.betas, settings.epsilon
+            group["weight_decay"] = settings.weight_decay
+
     def learning_rate(self, step_number: int) -> float:
         """The rate of step 1, 2, ...: linear over `warmup_steps`, then constant."""
         warmup = max(1, self._settings.warmup_steps)
@@ -79,11 +86,12 @@ class AdapterOptimizer:
         if state and set(state) != expected:
             wrong = sorted(set(state) ^ expected)[:3]
             raise AdapterRejected(f"optimizer state disagrees at {wrong}", code="optimizer_keys")
+        loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {
+            parameter: {key: _placed(name, key, state[f"{name}.{key}"], parameter) for key in _STATE}
+            for name, parameter in (self.parameters.items() if state else ())
+        }
         self._adamw.state.clear()
-        for name, parameter in self.parameters.items() if state else ():
-            self._adamw.state[parameter] = {
-                key: _placed(name, key, state[f"{name}.{key}"], parameter) for key in _STATE
-            }
+        self._adamw.state.update(loaded)
 
 
 def _placed(name: str, key: str, value: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:

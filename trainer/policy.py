@@ -162,7 +162,7 @@ def hidden_states(policy: PolicyModel, layout: Layout) -> torch.Tensor:
     """Run the decoder without its output layer; [positions, H] in the layout's order."""
     grad = torch.is_grad_enabled()
     with _checkpointing(policy, grad and layout.input_ids.numel() > policy.kept_tokens):
-        options = {} if policy.padded else {"segments": layout.segments}
+        options = {} if policy.padded else {"segments": layout.segments, "prefix": layout.prefix}
         output = policy.base.base_model(
             input_ids=layout.input_ids,
             position_ids=None if policy.padded else layout.position_ids,
@@ -186,6 +186,7 @@ def sequence_logprobs(policy: PolicyModel, input_ids: list[int]) -> list[float]:
         input_ids=ids[None].to(policy.device),
         position_ids=torch.arange(len(ids), device=policy.device)[None],
         segments=None if policy.padded else (len(ids),),
+        prefix=0,
         sources=torch.arange(len(ids) - 1, device=policy.device),
         targets=ids[1:].to(policy.device),
         temperature=torch.ones(len(ids) - 1, device=policy.device),
@@ -226,11 +227,11 @@ def _kept_tokens(base: PreTrainedModel, place: torch.device) -> int:
 
 
 def _takes_rows_end_to_end(policy: PolicyModel) -> bool:
-    """Switch to `trainer.attention` if the architecture allows, and verify on two rows."""
+    """Switch to `trainer.attention` if the architecture allows, and verify on two rows that begin alike."""
     kinds = set(getattr(policy.base.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return False
-    rows = [_probe_row(policy, length) for length in (7, 5)]
+    rows = [_probe_row(policy, length) for length in (20, 15)]
     apart = _probe_states(policy, rows)
     policy.base.set_attn_implementation(attention.NAME)
     policy.padded = False
@@ -248,7 +249,7 @@ def _takes_rows_end_to_end(policy: PolicyModel) -> bool:
 def _probe_row(policy: PolicyModel, length: int) -> Row:
     vocabulary = policy.head().weight.shape[0]
     ids = (torch.arange(length) * 31 + 3) % vocabulary
-    return Row(ids, torch.arange(length) > 0, torch.full((length,), torch.nan), torch.ones(length))
+    return Row(ids, torch.arange(length) >= 9, torch.full((length,), torch.nan), torch.ones(length))
 
 
 def _probe_states(policy: PolicyModel, rows: list[Row]) -> torch.Tensor:

@@ -95,7 +95,7 @@ def _by_rollout(
 def logprobs_of(policy: PolicyModel, rows: Mapping[int, Row], budget: int) -> dict[int, torch.Tensor]:
     """Log-probabilities of each row's policy tokens under the active adapter, on the CPU."""
     keys = list(rows)
-    plan = micro_batches([[len(rows[k].input_ids)] for k in keys], budget, padded=policy.padded)
+    plan = micro_batches([[rows[k]] for k in keys], budget, padded=policy.padded)
     found: dict[int, torch.Tensor] = {}
     for members in plan:
         chosen = [keys[i] for i in members]

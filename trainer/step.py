@@ -33,7 +33,7 @@ NO_SIGNAL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TrainingRollout:
-    """A member of the batch. `version_is_head`: it was sampled by the adapter being trained."""
+    """A member of the batch. `version_is_head`: all of it was sampled by the adapter being trained."""
 
     rollout_id: int
     rows: RolloutRows
@@ -156,11 +156,7 @@ class _Run:
         started = time.perf_counter()
         self.optimizer.zero_grad()
         members = self.prepare(budget)
-        plan = micro_batches(
-            [[len(row.input_ids) for row in m.rows] for m in members],
-            budget,
-            padded=self.policy.padded,
-        )
+        plan = micro_batches([m.rows for m in members], budget, padded=self.policy.padded)
         passed = [accumulate(self.policy, group, members, self.settings.objective, budget) for group in plan]
         kept = {i: bool(k) for p in passed for i, k in zip(p.members, p.kept, strict=True)}
         gated_out = tuple(m.rollout_id for i, m in enumerate(self.members) if not kept[i])
@@ -221,6 +217,7 @@ class _Run:
         """Step the optimizer and say how far it moved; an adapter that did not move is an error."""
         parameters = self.policy.parameters()
         before = {name: p.detach().clone() for name, p in parameters.items()}
+        self.optimizer.use(self.settings.optimizer)
         norm = self.optimizer.step(self.step_number)
         moved = [(p.detach() - before[name]).norm() for name, p in parameters.items()]
         update = float(torch.stack(moved).norm())

@@ -171,6 +171,9 @@ class Up:
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
+            # Threads that wait must not spin: the processes share the cores. Spinning, two threads take
+            # three times as long as one when another process runs.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
 
     def _await_api(self) -> None:
