@@ -58,7 +58,7 @@ def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.f
         raise ValueError(f"line {number}: not JSON: {error}") from error
     for name, kind in (("task_id", str), ("prompt", str), ("rewards", list)):
         if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
-            raise ValueError(f"line {number}: `{name}` must be a {kind.__name__}")
+            raise ValueError(f"line {number}: `{name}` must be a {kind.__name__}")  # noqa: TRY004
     messages = [{"role": "user", "content": entry["prompt"]}]
     if entry.get("system"):
         messages.insert(0, {"role": "system", "content": str(entry["system"])})

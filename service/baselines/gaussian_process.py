@@ -25,7 +25,7 @@ from service.baselines.linear import (
     PRIOR_REWARD,
     Baselines,
     Scored,
-    version_gaps,
+    ageing,
     weighted_rewards,
 )
 
@@ -40,8 +40,9 @@ CONSTANT = 25.0
 COLD_START: Mapping[str, float] = {
     "embedding": 0.15,
     "tfidf": 0.15,
+    "spelling": 0.15,
     "local": 0.15,
-    "length": 0.15,
+    "length": 0.12,
     CONTEXT: 0.15,
 }
 """Prior amplitudes relative to the noise; all context fields share the last one."""
@@ -82,9 +83,10 @@ class GaussianProcess:
         """Estimate each member from the rest of the batch and the newest history."""
         size, window = len(batch.tasks), len(history.tasks)
         weights, precisions = np.zeros((size, size + window)), np.zeros(size)
+        everyone = [*batch.tasks, *history.tasks]
         for rows in np.array_split(np.arange(size), -(-size // MAX_POINTS)):
             points = newest_points(rows, size, window)
-            tasks = [(*batch.tasks, *history.tasks)[k] for k in points.tolist()]
+            tasks = [everyone[k] for k in points.tolist()]
             rows_weights, precisions[rows] = self._weights(tasks, len(rows), size)
             weights[np.ix_(rows, points)] = rows_weights
         constants = PRIOR_REWARD * (1.0 - weights.sum(axis=1))
@@ -97,8 +99,9 @@ class GaussianProcess:
         fields = context_fields(known)
         total = np.full((len(tasks), len(tasks)), CONSTANT)
         for name, kernel in task_kernels(tasks, fitted_on, fields).items():
-            total += self.amplitudes.get(name, prior_amplitude(name, len(fields))) * kernel
-        total *= 0.5 ** (version_gaps(tasks, len(tasks)) / self.half_life)
+            amplitude = self.amplitudes.get(name, prior_amplitude(name, len(fields)))
+            total += np.multiply(kernel, amplitude, out=kernel)
+        total *= ageing(tasks, len(tasks), self.half_life)
         total.flat[:: len(tasks) + 1] += 1.0
         return total
 
@@ -131,7 +134,7 @@ def leave_out_weights(
     bits of b_i. The first `shared` points, which every row may see, are factored together by the
     one Cholesky; of the others, each row adds at most `MAX_ADDED` that it may see.
     """
-    factor = cho_factor(covariance[:shared, :shared], lower=True)
+    factor = cho_factor(covariance[:shared, :shared], lower=True, check_finite=False)
     sensitivity = cho_solve(factor, covariance[:shared, shared:])
     residual = covariance[shared:, shared:] - covariance[shared:, :shared] @ sensitivity
     precision_rows = cho_solve(factor, np.eye(shared, int((places < shared).sum()))).T

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.baselines.features import Task
-from service.baselines.terms import tfidf
+from service.baselines.terms import spelling_sketch, tfidf
 
 Kernel = NDArray[np.float64]
 
@@ -36,14 +36,15 @@ def context_fields(tasks: Sequence[Task]) -> list[str]:
 def task_kernels(
     tasks: Sequence[Task], fitted_on: Sequence[Task], fields: Sequence[str]
 ) -> dict[str, Kernel]:
-    """Kernels by name: `embedding`, `tfidf`, `local`, `length` and `context:<field>`."""
+    """Kernels by name: `embedding`, `tfidf`, `spelling`, `local`, `length`, `context:<field>`."""
     vectors = np.stack([task.embedding for task in tasks])
     semantic = np.asarray(vectors @ vectors.T, dtype=np.float64)
     lexical = lexical_kernel(tasks, fitted_on)
     kernels = {
         "embedding": semantic,
         "tfidf": lexical,
-        "local": np.exp((semantic + lexical - 2.0) / LOCAL_SCALE),
+        "spelling": spelling_kernel(tasks, fitted_on),
+        "local": _exponential(semantic + lexical - 2.0, 1.0 / LOCAL_SCALE),
         "length": length_kernel(tasks),
     }
     for name in fields:
@@ -55,6 +56,14 @@ def lexical_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task]) -> Kernel:
     """Cosine of TF-IDF vectors."""
     vectors = tfidf([task.features.text for task in tasks], [task.features.text for task in fitted_on])
     return np.asarray((vectors @ vectors.T).toarray())
+
+
+def spelling_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task]) -> Kernel:
+    """Cosine of character n-grams: templates and formats, which words alone do not show."""
+    sketch = spelling_sketch(
+        [task.features.text for task in tasks], [task.features.text for task in fitted_on]
+    )
+    return np.asarray(sketch @ sketch.T, dtype=np.float64)
 
 
 def length_kernel(tasks: Sequence[Task]) -> Kernel:
@@ -88,4 +97,11 @@ def _log_magnitudes(tasks: Sequence[Task], name: str) -> NDArray[np.float64]:
 
 
 def _radial(values: NDArray[np.float64], scale: float) -> Kernel:
-    return np.asarray(np.exp(-0.5 * ((values[:, None] - values[None, :]) / scale) ** 2))
+    gaps = (values[:, None] - values[None, :]) / scale
+    return _exponential(np.square(gaps, out=gaps), -0.5)
+
+
+def _exponential(scratch: Kernel, factor: float) -> Kernel:
+    """exp(factor · x) written over x: at 2,048 points each temporary costs 32 MiB."""
+    scratch *= factor
+    return np.exp(scratch, out=scratch)

@@ -106,10 +106,13 @@ def linear_baselines(
     return Baselines(values, weights, constants, None, estimator.name, parameters)
 
 
-def version_gaps(tasks: Sequence[Task], rows: int) -> NDArray[np.float64]:
-    """[rows, N], how many optimizer steps lie between the policies of two rollouts."""
+def ageing(tasks: Sequence[Task], rows: int, half_life: float) -> NDArray[np.float64]:
+    """[rows, N], 2^(−|depth gap| / half_life): what a reward is worth to another policy version."""
     depths = np.array([task.depth for task in tasks], dtype=np.float64)
-    return np.abs(depths[:rows, None] - depths[None, :])
+    distinct, codes = np.unique(depths, return_inverse=True)
+    # Few versions, many rollouts: the powers are taken once for each pair of versions.
+    worth = 0.5 ** (np.abs(distinct[:, None] - distinct[None, :]) / half_life)
+    return np.asarray(worth[codes[:rows, None], codes[None, :]])
 
 
 def untainted(batch: Scored, history: Scored) -> list[Task]:

@@ -3,11 +3,12 @@
 Minimises, over log amplitudes, the negative log marginal likelihood with the overall scale σ²
 integrated out, plus a normal prior that pulls towards the cold start:
 
-    ½ (n+ν) ln(yᵀA⁻¹y + ν σ²_0) + ½ ln|A| + ½ Σ_m ((ln a_m − ln a⁰_m) / s)²
+    ½ (n+ν) ln(yᵀA⁻¹y + ν σ²_0) + ½ ln|A| + ½ dᵀ(c² 11ᵀ + diag s²)⁻¹ d,   d_m = ln a_m − ln a⁰_m
 
 with y = r − m, A = a_0 + Σ_m a_m k_m + I (Rasmussen and Williams 2006, §5.4). Deviations: σ² has a
-scaled inverse-χ² prior of ν = 6, so that a run of equal rewards does not make it zero; the prior on
-amplitudes keeps 32 points from switching a kernel off for good. Knows nothing of batches.
+scaled inverse-χ² prior of ν = 6, so that a run of equal rewards does not make it zero; amplitudes
+have a normal prior, wide for all together and narrow for each, so that a few dozen rewards can tell
+that features say nothing without telling yet which of them does. Knows nothing of batches.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from service.baselines.gaussian_process import (
     Matrix,
     prior_amplitude,
 )
-from service.baselines.kernels import context_fields, task_kernels
-from service.baselines.linear import PRIOR_REWARD, Scored, version_gaps
+from service.baselines.kernels import CONTEXT, context_fields, task_kernels
+from service.baselines.linear import PRIOR_REWARD, Scored, ageing
 
 FIT_POINTS = 512
 """Newest rollouts that a fit reads: 16 batches of 32."""
 FIT_ITERATIONS = 12
-PRIOR_WIDTH = 1.0
-"""s: one standard deviation is a factor e in an amplitude."""
+COMMON_WIDTH = 2.0
+"""c: one standard deviation is a factor of 7.4 in all amplitudes together."""
+SEPARATE_WIDTH = 0.5
+"""s_m: one standard deviation is a factor of 1.65 in one amplitude against the others."""
+CONTEXT_WIDTH = 1.5
+"""s_m of context fields: an owner sends customer and request number alike, one telling, one not."""
 SCALE_WEIGHT = 6.0
 """ν: the prior on σ² counts as so many rollouts."""
 
@@ -45,12 +50,13 @@ def fitted(process: GaussianProcess, history: Scored) -> GaussianProcess:
         return process
     fields = context_fields(tasks)
     kernels = task_kernels(tasks, tasks, fields)
-    decay = 0.5 ** (version_gaps(tasks, len(tasks)) / process.half_life)
+    decay = ageing(tasks, len(tasks), process.half_life)
     objective = Objective(
         residuals=history.rewards[-FIT_POINTS:] - PRIOR_REWARD,
         constant=CONSTANT * decay + np.eye(len(tasks)),
         kernels=[kernel * decay for kernel in kernels.values()],
         prior=np.log([prior_amplitude(name, len(fields)) for name in kernels]),
+        widths=np.array([CONTEXT_WIDTH if name.startswith(CONTEXT) else SEPARATE_WIDTH for name in kernels]),
     )
     start = [process.amplitudes.get(n, prior_amplitude(n, len(fields))) for n in kernels]
     options = {"maxiter": FIT_ITERATIONS}
@@ -62,11 +68,19 @@ def fitted(process: GaussianProcess, history: Scored) -> GaussianProcess:
 class Objective:
     """The penalised negative log marginal likelihood and its gradient; see the module."""
 
-    def __init__(self, residuals: Matrix, constant: Matrix, kernels: Sequence[Matrix], prior: Matrix) -> None:
+    def __init__(
+        self,
+        residuals: Matrix,
+        constant: Matrix,
+        kernels: Sequence[Matrix],
+        prior: Matrix,
+        widths: Matrix,
+    ) -> None:
         self._residuals = residuals
         self._constant = constant
         self._kernels = kernels
         self._prior = prior
+        self._prior_precision = np.linalg.inv(COMMON_WIDTH**2 + np.diag(widths**2))
         self._count = len(residuals) + SCALE_WEIGHT
 
     def __call__(self, log_amplitudes: Matrix) -> tuple[float, Matrix]:
@@ -74,11 +88,12 @@ class Objective:
         precision, log_determinant = self._precision(log_amplitudes)
         alpha = precision @ self._residuals
         spread = self._spread(alpha)
-        pulls = (log_amplitudes - self._prior) / PRIOR_WIDTH
-        value = self._count * np.log(spread) + log_determinant + pulls @ pulls
+        offsets = log_amplitudes - self._prior
+        pulls = self._prior_precision @ offsets
+        value = self._count * np.log(spread) + log_determinant + offsets @ pulls
         slopes = precision - np.outer(alpha, alpha) * (self._count / spread)
         gradient = np.array([np.vdot(slopes, kernel) for kernel in self._kernels])
-        return 0.5 * float(value), 0.5 * gradient * np.exp(log_amplitudes) + pulls / PRIOR_WIDTH
+        return 0.5 * float(value), 0.5 * gradient * np.exp(log_amplitudes) + pulls
 
     def noise(self, log_amplitudes: Matrix) -> float:
         """The scale σ² at these amplitudes: (yᵀA⁻¹y + ν σ²_0) / (n + ν)."""

@@ -18,9 +18,9 @@ from service.baselines.linear import (
     HALF_LIFE_VERSIONS,
     Baselines,
     Scored,
+    ageing,
     linear_baselines,
     untainted,
-    version_gaps,
 )
 from service.baselines.terms import tfidf
 
@@ -30,10 +30,10 @@ def softmax_affinities(
 ) -> NDArray[np.float64]:
     """exp(logit) · 2^(−version gap / half_life), each row scaled by its greatest allowed entry."""
     rows = len(logits)
-    aged = logits - version_gaps(tasks, rows) * (np.log(2.0) / half_life)
-    aged = np.where(exclusions(tasks, rows), -np.inf, aged)
-    greatest = aged.max(axis=1, keepdims=True)
-    return np.asarray(np.exp(aged - np.where(np.isfinite(greatest), greatest, 0.0)))
+    allowed = np.where(exclusions(tasks, rows), -np.inf, logits)
+    greatest = allowed.max(axis=1, keepdims=True)
+    shifted = allowed - np.where(np.isfinite(greatest), greatest, 0.0)
+    return np.asarray(np.exp(shifted) * ageing(tasks, rows, half_life))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,6 @@ class LengthBuckets:
         edges = np.quantile(seen, quantiles) if seen else np.empty(0)
         bucket = np.searchsorted(edges, lengths, side="right")
         same = bucket[: len(batch.tasks), None] == bucket[None, :]
-        ages = version_gaps(tasks, len(batch.tasks)) / self.half_life
+        worth = ageing(tasks, len(batch.tasks), self.half_life)
         parameters = {"buckets": self.buckets, "half_life": self.half_life}
-        return linear_baselines(self, batch, history, same * 2.0**-ages, parameters)
+        return linear_baselines(self, batch, history, same * worth, parameters)

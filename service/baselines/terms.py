@@ -1,4 +1,4 @@
-"""TF-IDF vectors of task texts, with the document frequencies fitted on earlier batches only.
+"""TF-IDF vectors of task texts, by words and by spelling; frequencies fitted on earlier batches only.
 
 Terms are hashed, so that a text's own vector needs no vocabulary and nothing of other texts enters
 it but the document frequencies. Does not know which texts may inform which; the caller passes the
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 BUCKETS = 2**18
+SKETCH = 1_024
+GRAM_LENGTHS = (3, 4, 5)
+Frequencies = tuple[NDArray[np.int64], NDArray[np.float64]]
+DIGIT = re.compile(r"\d")
 TERM = re.compile(r"\d+|[^\W\d_]+")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Scripts written without spaces between words: Thai, Lao, Japanese and Chinese."""
@@ -33,8 +37,28 @@ def tfidf(texts: Sequence[str], fitted_on: Sequence[str]) -> sparse.csr_array:
     earlier batches; with none, idf = 1. Terms that every earlier text has, such as the words of a
     shared system prompt, weigh nothing.
     """
-    rows = [term_frequencies(text) for text in texts]
-    inverse = inverse_document_frequencies([term_frequencies(text)[0] for text in fitted_on])
+    return _weighted(texts, fitted_on, term_frequencies)
+
+
+def spelling_sketch(texts: Sequence[str], fitted_on: Sequence[str]) -> NDArray[np.float32]:
+    """[N, SKETCH] unit rows whose products approximate cosines of character n-gram TF-IDF vectors.
+
+    Each bucket is added, with a sign of its own, to one of SKETCH coordinates (feature hashing,
+    Weinberger et al. 2009); the error of a cosine is about SKETCH^-1/2 = 0.03.
+    """
+    vectors = _weighted(texts, fitted_on, gram_frequencies)
+    signs = np.where(vectors.indices & SKETCH, 1.0, -1.0)
+    folded = (vectors.data * signs, vectors.indices % SKETCH, vectors.indptr)
+    sketch = sparse.csr_array(folded, shape=(len(texts), SKETCH)).toarray()
+    norms = np.maximum(np.linalg.norm(sketch, axis=1, keepdims=True), 1e-12)
+    return np.asarray(sketch / norms, dtype=np.float32)
+
+
+def _weighted(
+    texts: Sequence[str], fitted_on: Sequence[str], count: Callable[[str], Frequencies]
+) -> sparse.csr_array:
+    rows = [count(text) for text in texts]
+    inverse = inverse_document_frequencies([count(text)[0] for text in fitted_on])
     columns = np.concatenate([row[0] for row in rows])
     values = np.concatenate([row[1] for row in rows]) * inverse[columns]
     starts = np.cumsum([0, *(len(row[0]) for row in rows)])
@@ -54,8 +78,8 @@ def inverse_document_frequencies(documents: Sequence[NDArray[np.int64]]) -> NDAr
     return np.asarray(np.log((1.0 + len(documents)) / (1.0 + frequencies)))
 
 
-@lru_cache(maxsize=8_192)
-def term_frequencies(text: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+@lru_cache(maxsize=16_384)
+def term_frequencies(text: str) -> Frequencies:
     """Sorted buckets of a text's terms, and 1 + ln(count) of each.
 
     Cached because the same history is read batch after batch; the result must not be written to.
@@ -63,6 +87,26 @@ def term_frequencies(text: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]
     counts = Counter(zlib.crc32(term.encode()) % BUCKETS for term in terms(text))
     buckets = np.array(sorted(counts), dtype=np.int64)
     return buckets, 1.0 + np.log(np.array([counts[b] for b in buckets.tolist()], dtype=np.float64))
+
+
+@lru_cache(maxsize=16_384)
+def gram_frequencies(text: str) -> Frequencies:
+    """The same for runs of 3, 4 and 5 bytes of the lower-case text, its digits all written 0."""
+    spelled = DIGIT.sub("0", " ".join(text.lower().split())).encode("utf-8", "replace")
+    bytes_ = np.frombuffer(spelled, dtype=np.uint8).astype(np.uint64)
+    hashes = [_rolling_hash(bytes_, length) for length in GRAM_LENGTHS if len(bytes_) >= length]
+    found = np.concatenate([np.empty(0, dtype=np.int64), *hashes])
+    buckets, counts = np.unique(found, return_counts=True)
+    return buckets, 1.0 + np.log(counts)
+
+
+def _rolling_hash(bytes_: NDArray[np.uint64], length: int) -> NDArray[np.int64]:
+    """A bucket for every run of `length` bytes: a polynomial, multiplied out (Fibonacci hashing)."""
+    runs = np.lib.stride_tricks.sliding_window_view(bytes_, length)
+    value = np.full(len(runs), length, dtype=np.uint64)
+    for k in range(length):
+        value = value * np.uint64(257) + runs[:, k]
+    return ((value * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - 18)).astype(np.int64)
 
 
 def terms(text: str) -> Iterator[str]:

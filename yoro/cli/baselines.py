@@ -33,6 +33,7 @@ def calibrate(
     file: Annotated[
         Path, typer.Argument(help='Lines of {"task_id", "prompt", "rewards": [..], "system"?, "context"?}.')
     ],
+    *,
     batch_size: Annotated[int, typer.Option(min=2, help="B, rollouts a batch.")] = 32,
     window: Annotated[int, typer.Option(min=0, help="Earlier batches of history.")] = 16,
     estimators: Annotated[str, typer.Option(help="Names to show, with commas; empty: all.")] = "",

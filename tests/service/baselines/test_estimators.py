@@ -44,7 +44,7 @@ def scored(draw: st.DrawFn, smallest: int, largest: int, prefix: str) -> Scored:
 
 
 @EVERY
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(batch=scored(1, 40, "batch "), history=scored(0, 60, "history "), data=st.data())
 def test_changing_a_reward_leaves_its_own_baseline_bit_identical(name, batch, history, data):
     estimator = make_estimator(name)
@@ -60,7 +60,7 @@ def test_changing_a_reward_leaves_its_own_baseline_bit_identical(name, batch, hi
 
 
 @EVERY
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(batch=scored(2, 20, "batch "), history=scored(0, 40, "history "), data=st.data())
 def test_changing_an_excluded_neighbour_leaves_the_baseline_bit_identical(name, batch, history, data):
     """Prompt, embedding, context, depth and reward may all depend on the actions of rollout i."""

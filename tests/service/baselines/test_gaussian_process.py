@@ -96,7 +96,7 @@ def test_the_gradient_of_the_likelihood_is_right():
     mix = synthetic_mix(24, seed=7)
     kernels = list(task_kernels(mix.tasks, mix.tasks, context_fields(mix.tasks)).values())
     prior = np.full(len(kernels), -1.0)
-    objective = Objective(mix.rewards - 0.5, 25.0 + np.eye(24), kernels, prior)
+    objective = Objective(mix.rewards - 0.5, 25.0 + np.eye(24), kernels, prior, np.ones(len(kernels)))
     at, step = prior + 0.3, 1e-5
     _, gradient = objective(at)
     for m in range(len(kernels)):
