@@ -164,6 +164,7 @@ class Up:
 
     def _environment(self, name: str) -> Mapping[str, str]:
         threads = str(_threads(name))
+        share_cores()
         return os.environ | {
             "YORO_DATABASE_URL": self._url,
             "YORO_DATA": str(self.settings.data.resolve()),
@@ -171,9 +172,6 @@ class Up:
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
-            # Threads that wait must not spin: the processes share the cores. Spinning, two threads take
-            # three times as long as one when another process runs.
-            "OMP_WAIT_POLICY": "PASSIVE",
         }
 
     def _await_api(self) -> None:
@@ -213,6 +211,15 @@ class Up:
 
     def _record(self, name: str) -> Path:
         return self.settings.data / "processes" / f"{name}.json"
+
+
+def share_cores() -> None:
+    """Make threads of this process and its children wait asleep; call it before torch is loaded.
+
+    The processes share the cores: spinning, two threads take three times as long as one when a
+    neighbour works.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _threads(name: str) -> int:

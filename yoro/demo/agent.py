@@ -188,7 +188,8 @@ def _load_base(source: BaseModelSource) -> Any:
     options = _weights_in(source)
     if source.kind == "gguf":
         options["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.bfloat16, **options).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.bfloat16, **options)
+    return model.eval()
 
 
 def _until_end(row: list[int], end: int) -> list[int]:

@@ -32,7 +32,7 @@ from yoro.demo.grader import LateGrader
 from yoro.demo.screen import Screen
 from yoro.demo.tasks import DemoTask
 from yoro.pull import pull
-from yoro.supervisor import Up
+from yoro.supervisor import Up, share_cores
 
 POLICY = "demo"
 BASE_MODEL = "smollm2-135m"
@@ -70,6 +70,7 @@ def run_demo(
     report: Path | None = None,
 ) -> bool:
     """Run the demo and print its table; return whether the model improved on the held-out tasks."""
+    share_cores()
     console = Console(highlight=False)
     steps = steps or preset.DEFAULT_STEPS
     started = time.monotonic()

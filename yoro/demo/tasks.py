@@ -17,14 +17,15 @@ from types import MappingProxyType
 
 from yoro.demo.vocabulary import (
     BLAME,
+    BOUGHT,
     CAPITALS,
     IRREGULAR,
     KINDS,
     NOUNS,
     OPPOSITES,
+    PEOPLE,
     PRAISE,
     REVIEWED,
-    REVIEWERS,
 )
 
 SYSTEM_PROMPT = "Answer each question with one word."
@@ -72,22 +73,19 @@ def grade(task: DemoTask, answer: str) -> float:
     """Score an answer in [0, 1]; the held-out table shows the mean of this.
 
     1 for the expected words and nothing else; where they open or close a longer reply, .7 less .05
-    for each further word, at least .2; for another answer of the right length, .1, and for a list
-    up to .4 more by the share of words in their place.
+    for each further word, at least .2; .1 for a wrong answer of the right length, unless it only
+    repeats words of the question.
     """
     keep_case = task.family == "upper"
     said, expected = _words(answer, keep_case), _words(task.expected, keep_case)
     if said == expected:
         return 1.0
+    if len(said) == len(expected):
+        return 0.0 if set(said) <= set(_words(task.prompt, keep_case)) else 0.1
     rivals = {word for rival in task.rivals for word in _words(rival, keep_case)}
-    if len(said) > len(expected) and rivals & set(said):
-        return 0.0
-    if expected in (said[: len(expected)], said[-len(expected) :]):
+    if expected in (said[: len(expected)], said[-len(expected) :]) and not rivals & set(said):
         return max(0.2, 0.7 - 0.05 * (len(said) - len(expected)))
-    if len(said) != len(expected):
-        return 0.0
-    in_place = sum(map(str.__eq__, said, expected)) / len(expected)
-    return 0.1 + 0.4 * in_place
+    return 0.0
 
 
 def is_exact(task: DemoTask, answer: str) -> bool:
@@ -123,8 +121,8 @@ def _echo(rng: random.Random) -> Drawn:
 
 
 def _upper(rng: random.Random) -> Drawn:
-    phrase = " ".join(rng.sample(NOUNS, 2))
-    return f"Write in capital letters: {phrase}", phrase.upper(), ()
+    noun = rng.choice(NOUNS)
+    return f"Write in capital letters: {noun}", noun.upper(), ()
 
 
 def _first_word(rng: random.Random) -> Drawn:
@@ -160,18 +158,18 @@ def _sentiment(rng: random.Random) -> Drawn:
     word, expected, rival = rng.choice(
         [(w, "positive", "negative") for w in PRAISE] + [(w, "negative", "positive") for w in BLAME]
     )
-    thing, person = rng.choice(REVIEWED), rng.choice(REVIEWERS)
+    thing, person = rng.choice(REVIEWED), rng.choice(PEOPLE)
     prompt = f'Is this review positive or negative? "{person} thought that the {thing} was {word}."'
     return prompt, expected, (rival,)
 
 
 def _sum(rng: random.Random) -> Drawn:
-    first, second = rng.randint(2, 30), rng.randint(2, 30)
+    first, second = rng.randint(1, 20), rng.randint(1, 20)
     return f"What is {first} + {second}?", str(first + second), ()
 
 
 def _next_number(rng: random.Random) -> Drawn:
-    number = rng.randint(10, 2_000)
+    number = rng.randint(1, 400)
     return f"Which number comes right after {number}?", str(number + 1), ()
 
 
@@ -212,9 +210,24 @@ def _kind(rng: random.Random) -> Drawn:
     return f"Which of these is {kind}: {', '.join(options)}?", expected, tuple(rivals)
 
 
-def _sort(rng: random.Random) -> Drawn:
-    words = rng.sample(NOUNS, 3)
-    return f"Put in alphabetical order: {', '.join(words)}", " ".join(sorted(words)), ()
+def _who(rng: random.Random) -> Drawn:
+    story, person, _, _ = _story(rng)
+    return f"{story} Who was it?", person, ()
+
+
+def _what(rng: random.Random) -> Drawn:
+    story, person, thing, _ = _story(rng)
+    return f"{story} What did {person} buy?", thing, ()
+
+
+def _where(rng: random.Random) -> Drawn:
+    story, _, _, city = _story(rng)
+    return f"{story} In which city was that?", city, ()
+
+
+def _story(rng: random.Random) -> tuple[str, str, str, str]:
+    person, thing, (_, city) = rng.choice(PEOPLE), rng.choice(BOUGHT), rng.choice(CAPITALS)
+    return f"{person} bought a {thing} in {city}.", person, thing, city
 
 
 def _reverse(rng: random.Random) -> Drawn:
@@ -242,7 +255,9 @@ FAMILIES: Mapping[str, Callable[[random.Random], Drawn]] = {
     "is_capital": _is_capital,
     "capital": _capital,
     "kind": _kind,
-    "sort": _sort,
+    "who": _who,
+    "what": _what,
+    "where": _where,
     "reverse": _reverse,
     "product": _product,
 }

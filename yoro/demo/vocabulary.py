@@ -68,4 +68,5 @@ KINDS = {
 PRAISE = _list("wonderful excellent delightful brilliant fantastic superb lovely perfect amazing great")
 BLAME = _list("terrible awful disappointing boring horrible dreadful useless broken ugly bad")
 REVIEWED = _list("film hotel soup concert phone book teacher garden museum meal service room")
-REVIEWERS = _list("Anna Ben Carla David Emma Felix Grace Henry Ida Jonas")
+BOUGHT = _list("guitar piano lamp clock jacket ticket camera mirror kite bicycle carpet violin watch map")
+PEOPLE = _list("Anna Ben Carla David Emma Felix Grace Henry Ida Jonas")
