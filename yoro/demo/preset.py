@@ -7,11 +7,10 @@ Knows nothing of tasks or processes. Invariant: valid `service.policies.PolicySe
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT_STEPS = 24
+DEFAULT_STEPS = 16
 SETTINGS: Mapping[str, Any] = {
     "adapter": {"rank": 16, "alpha": 16.0},
-    "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
+    "optimizer": {"learning_rate": 8e-4, "warmup_steps": 4, "betas": [0.9, 0.99], "clip_norm": 0.2},
     "objective": {"expected_tokens": 8.0, "reference_kl": 0.0, "gate_delta": 0.05},
-    "baseline": {"temperature": 0.1},
     "batching": {"size": 32},
 }

@@ -189,14 +189,6 @@ def _is_kind(rng: random.Random) -> Drawn:
     return f'Is "{thing}" the name of {kind}? Yes or no?', *_yes_or_no(answer)
 
 
-def _is_capital(rng: random.Random) -> Drawn:
-    (country, city), (_, other) = rng.sample(CAPITALS, 2)
-    answer = rng.random() < 0.5
-    return f"True or false: the capital of {country} is {city if answer else other}.", *(
-        ("true", ("false",)) if answer else ("false", ("true",))
-    )
-
-
 def _capital(rng: random.Random) -> Drawn:
     country, city = rng.choice(CAPITALS)
     return f"What is the capital of {country}?", city, ()
@@ -252,7 +244,6 @@ FAMILIES: Mapping[str, Callable[[random.Random], Drawn]] = {
     "next_number": _next_number,
     "is_larger": _is_larger,
     "is_kind": _is_kind,
-    "is_capital": _is_capital,
     "capital": _capital,
     "kind": _kind,
     "who": _who,
