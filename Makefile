@@ -10,10 +10,12 @@ unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
 # Nothing here may reach for a model hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: setup demo test check format constraints clean help
+BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py benchmarks/report.py,$(wildcard benchmarks/*.py)))
+
+.PHONY: soak-adapters setup demo test check format constraints clean help $(BENCHMARKS)
 
 help:            ## list the targets
-	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-zA-Z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 setup: $(STAMP)  ## build .venv from pyproject.toml and constraints.txt
 
@@ -30,6 +32,9 @@ demo: setup      ## the whole path on this machine: agent, graders, trainer, ada
 test: setup      ## all tests; PG=15 runs them on Debian's PostgreSQL 15 instead of the embedded one
 	YORO_TEST_PG=$(PG) $(BIN)/pytest
 
+soak-adapters: setup ## pullers, pollers and publisher killed at random through 200 moves of the pointers
+	YORO_CHAOS_MOVES=200 $(BIN)/pytest -s tests/service/adapters/test_chaos.py
+
 check: setup     ## style, types, import rules, schema drift
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -37,6 +42,11 @@ check: setup     ## style, types, import rules, schema drift
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest tests/architecture
 	$(BIN)/python -m tests.schema_drift
+
+$(BENCHMARKS): bench-%: setup
+	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+bench-NAME:      ## measure and print a table; NAME: a module of benchmarks/; ARGS='…' are its options
 
 format: setup    ## rewrite the sources in the project's style
 	$(BIN)/ruff format .

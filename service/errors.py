@@ -5,7 +5,7 @@
     │  └─ TooLarge (413), Malformed (400), UnsupportedEncoding (415)
     ├─ Unauthenticated (401), Forbidden (403)
     ├─ NotFound (404), RangeNotSatisfiable (416)
-    ├─ Conflict (409)
+    ├─ Conflict (409), Gone (410)
     ├─ Unavailable (503)      retry later; nothing was lost
     ├─ RateLimited (429)      retry later; the key or the policy has used up its share
     ├─ LeaseLost              a newer fencing token owns the policy; discard the work
@@ -93,6 +93,12 @@ class Conflict(YoroError):
     """Something else already has this name."""
 
     code, status, title = "conflict", 409, "Conflict"
+
+
+class Gone(YoroError):
+    """The trace was erased; its id cannot be used again."""
+
+    code, status, title = "erased", 410, "Erased"
 
 
 class Unavailable(YoroError):

@@ -20,12 +20,13 @@ PREFIX = "yoro_"
 _SHOWN_CHARACTERS = 12
 
 _INSERT = text("""
-INSERT INTO api_keys (name, prefix, digest, roles, policies, expires_at)
-VALUES (:name, :prefix, :digest, :roles, :policies, :expires_at) RETURNING id
+INSERT INTO api_keys (name, prefix, digest, roles, policies, expires_at, rate_per_second)
+VALUES (:name, :prefix, :digest, :roles, :policies, :expires_at, :rate_per_second) RETURNING id
 """)
 
 _STORED = text("""
-SELECT prefix, name, roles, policies, created_at, expires_at, revoked_at FROM api_keys ORDER BY id DESC
+SELECT prefix, name, roles, policies, rate_per_second, created_at, expires_at, revoked_at
+FROM api_keys ORDER BY id DESC
 """)
 
 _REVOKE = text("""
@@ -39,6 +40,8 @@ def mint(
     roles: Sequence[str],
     policies: Sequence[str] | None = None,
     expires_at: datetime | None = None,
+    *,
+    rate_per_second: float | None = None,
 ) -> str:
     """Create a key and return it; it cannot be read again. Raises Invalid for an unknown role."""
     unknown = sorted(set(roles) - set(ROLES))
@@ -50,6 +53,7 @@ def mint(
         {
             "name": name, "prefix": shown(key), "digest": digest(key), "roles": list(roles),
             "policies": None if policies is None else list(policies), "expires_at": expires_at,
+            "rate_per_second": rate_per_second,
         },
     )  # fmt: skip
     return key

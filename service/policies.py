@@ -12,19 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
+from service.eligibility import Batching, Document, NonNegative, Positive, Promotion, Reward, Statuses
 from service.errors import FieldError, Invalid
 
 PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Document(BaseModel):
-    """A part of the settings: unknown fields are refused, values never change in place."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Adapter(Document):
@@ -81,64 +74,17 @@ class Sequences(Document):
 class Baseline(Document):
     """Which estimate of the expected reward is subtracted (design/baselines.md)."""
 
-    estimator: Literal["embedding_softmax", "leave_one_out", "zero"] = "embedding_softmax"
+    estimator: Literal[
+        "auto", "zero", "leave_one_out", "length_buckets", "tfidf_softmax", "embedding_softmax",
+        "gaussian_process", "ema", "group_mean",
+    ] = "auto"  # fmt: skip
+    """`auto`: starts with `gaussian_process`, and switches when another was surely better."""
     temperature: Positive = 0.1
+    """Of the softmax estimators."""
     window_batches: int = Field(16, ge=0, le=256)
     """History: the last window_batches x batch size rewarded rollouts."""
     minimum_history: int = Field(32, ge=0)
-    """Rewarded rollouts of history below which `leave_one_out` stands in for `embedding_softmax`."""
-
-
-class Reward(Document):
-    """How grades become one number in [0, 1]; those named `overall` without a turn count."""
-
-    rule: Literal["mean", "weighted", "latest", "min"] = "mean"
-    weights: dict[str, NonNegative] = Field(default_factory=dict)
-    """For `weighted`: grader -> weight; a grader that is not listed has weight 0."""
-    require: tuple[str, ...] = ()
-    """Graders that must have spoken."""
-    wait_seconds: NonNegative = 0.0
-    """Time for further graders after the first grade."""
-    settle_seconds: NonNegative = 0.0
-    """Time without a new grade before the reward counts."""
-    value_range: tuple[float, float] = (0.0, 1.0)
-    """What graders send; mapped linearly to [0, 1]."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.rule == "weighted" and not any(self.weights.values()):
-            raise ValueError("rule `weighted` needs `weights` with at least one above 0")
-        low, high = self.value_range
-        if not low < high:
-            raise ValueError("value_range must be [low, high] with low < high")
-        return self
-
-
-class Batching(Document):
-    """When a batch is formed."""
-
-    size: int = Field(32, ge=2, le=4096)
-    min_size: int = Field(2, ge=2)
-    """Least size of a partial batch."""
-    max_wait_seconds: Positive | None = None
-    """Age of the oldest ready rollout at which a partial batch goes; null: only full batches."""
-    max_ready_batches: int = Field(1, ge=1)
-    """Batches waiting for the trainer before assembly pauses."""
-    max_staleness: int = Field(8, ge=0)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.min_size > self.size:
-            raise ValueError("min_size must not exceed size")
-        return self
-
-
-class Statuses(Document):
-    """What becomes of rollouts whose agent says they did not complete."""
-
-    failed: Literal["exclude", "train"] = "exclude"
-    aborted: Literal["exclude", "train"] = "exclude"
-    truncated: Literal["exclude", "train"] = "train"
+    """Rewarded rollouts of history below which `leave_one_out` stands in for a softmax estimator."""
 
 
 class MaskPattern(Document):
@@ -195,6 +141,7 @@ class PolicySettings(Document):
     reward: Reward = Reward()
     batching: Batching = Batching()
     statuses: Statuses = Statuses()
+    promotion: Promotion = Promotion()
     masking: Masking = Masking()
     quotas: Quotas = Quotas()
     retention: Retention = Retention()

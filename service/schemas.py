@@ -4,10 +4,11 @@ Knows no storage. Invariants: everything that a client sends passes one of these
 numbers are JSON numbers (never strings or booleans), never NaN or infinite; ids are plain.
 """
 
-from datetime import datetime
+import re
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from service.policies import PolicyName, PolicySettings
 
@@ -16,6 +17,27 @@ Label = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=r
 Version = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+_RFC3339 = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)?", re.ASCII)
+
+
+def _is_rfc3339(value: object) -> object:
+    """Refuse numbers: whether seconds, milli- or microseconds were meant would be a guess."""
+    if isinstance(value, datetime) or (isinstance(value, str) and _RFC3339.fullmatch(value)):
+        return value
+    raise ValueError("must be a time as RFC 3339 has it, a string like 2026-11-29T12:00:00Z")
+
+
+def _has_utc(moment: datetime) -> datetime:
+    """Refuse what lies outside the years 1 to 9999 once its offset is taken off."""
+    try:
+        moment.astimezone(UTC) if moment.tzinfo else None
+    except OverflowError:
+        raise ValueError("lies outside the years 1 to 9999 in UTC") from None
+    return moment
+
+
+Moment = Annotated[datetime, BeforeValidator(_is_rfc3339), AfterValidator(_has_utc)]
 
 
 class Wire(BaseModel):
@@ -40,7 +62,7 @@ class Sampling(Wire):
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
-    constrained: bool | None = None
+    constrained: Flag | None = None
 
 
 class Call(Wire):
@@ -65,7 +87,7 @@ class EmbeddedGrade(Wire):
     value: Number
     name: Identifier = "overall"
     comment: str | None = None
-    graded_at: datetime | None = None
+    graded_at: Moment | None = None
     grader_version: Label | None = None
 
 
@@ -85,8 +107,8 @@ class Trace(Wire):
     sampling: Sampling = Field(default_factory=Sampling)
     calls: list[Call] = Field(default_factory=list)
     status: Literal["completed", "failed", "aborted", "truncated"] = "completed"
-    started_at: datetime | None = None
-    ended_at: datetime | None = None
+    started_at: Moment | None = None
+    ended_at: Moment | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     reward: EmbeddedGrade | None = None
 
@@ -102,9 +124,21 @@ class Grade(Wire):
     turn: Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)] | None = None
     criteria: dict[str, Any] | None = None
     comment: str | None = None
-    graded_at: datetime | None = None
+    graded_at: Moment | None = None
     grader_version: Label | None = None
-    void: bool = False
+    void: Flag = False
+
+
+class TraceBatch(BaseModel):
+    """Body of `POST /v1/traces/batch`; each item is judged on its own."""
+
+    traces: list[Trace]
+
+
+class GradeBatch(BaseModel):
+    """Body of `POST /v1/rewards/batch`; each item is judged on its own."""
+
+    rewards: list[Grade]
 
 
 class NewPolicy(PolicySettings):
@@ -136,3 +170,28 @@ class GradeAccepted(BaseModel):
     status: Literal["accepted", "duplicate"]
     effect: Literal["counts", "waiting_for_trace", "superseded", "late"]
     warnings: list[str] = Field(default_factory=list)
+
+
+class ItemProblem(BaseModel):
+    """Why one item of a batch was refused, as RFC 9457 has it."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: list[dict[str, str]] = Field(default_factory=list)
+
+
+class TraceResult(TraceAccepted):
+    """One result of a batch of traces; a refused item has `problem` and neither status nor verdict."""
+
+    index: int
+    problem: ItemProblem | None = None
+
+
+class GradeResult(GradeAccepted):
+    """One result of a batch of grades; a refused item has `problem` and neither status nor effect."""
+
+    index: int
+    problem: ItemProblem | None = None

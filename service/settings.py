@@ -22,7 +22,10 @@ class Limits(BaseSettings):
     """Size of one request body after decompression."""
     trace_bytes: int = Field(8 << 20, gt=0)
     """Size of one trace as JSON."""
+    grade_bytes: int = Field(1 << 20, gt=0)
+    """Size of one grade as JSON."""
     batch_items: int = Field(1_000, gt=0)
+    """Documents in one batch request."""
     messages: int = Field(50_000, gt=0)
     tokens: int = Field(2_000_000, gt=0)
     """Token ids in all calls of one trace."""
@@ -30,7 +33,10 @@ class Limits(BaseSettings):
     id_characters: int = Field(200, gt=0, le=200)
     queue_items: int = Field(20_000, gt=0)
     """Items waiting for the writer before intake answers 503."""
-    queue_bytes: int = Field(64 << 20, gt=0)
+    queue_bytes: int = Field(32 << 20, gt=0)
+    """Bytes that they may hold, about four for each byte that came."""
+    in_flight_bytes: int = Field(32 << 20, gt=0)
+    """Bytes of bodies being read and parsed, all requests together, before intake answers 503."""
 
 
 class Settings(BaseSettings):
@@ -49,6 +55,14 @@ class Settings(BaseSettings):
     encoder: str = "all-MiniLM-L6-v2"
     """Sentence encoder of the baselines: a hub name (this one is carried by `yoro[demo]`) or a folder."""
     auth: bool = True
+    key_rate_per_second: float = Field(0.0, ge=0)
+    """Documents a second that each api process takes from one key, unless the key has a rate; 0: any."""
+    mask_functions: dict[str, str] = Field(default_factory=dict)
+    """What policies may mask with: name -> `module:function`, str to str; JSON in the environment."""
+    writers: int = Field(1, ge=1, le=8)
+    """Threads of an api process that commit; more overlap waits for a slow disk, in smaller groups."""
+    statement_seconds: float = Field(30.0, gt=0)
+    """Longest statement of an api process; beyond it the request is answered 503."""
     threads: int = Field(0, ge=0)
     """Threads of one process's matrix products; 0: the library's choice."""
     scheduler_interval_seconds: float = Field(0.5, gt=0)
@@ -57,6 +71,16 @@ class Settings(BaseSettings):
     deaths_per_batch: int = Field(10, gt=0)
     """Claims of one batch that ended without a report before it counts as failing."""
     failures_per_batch: int = Field(3, gt=0)
+    signing_key: Path | None = None
+    """Ed25519 private key (PEM, PKCS #8) that signs manifests; `yoro adapters keygen` makes one."""
+    promotion_commands: dict[str, list[str]] = Field(default_factory=dict)
+    """Commands that gated policies may name: name -> argument list; JSON in the environment."""
+    hook_hosts: tuple[str, ...] = ()
+    """Hosts that hooks may reach though their addresses are not public; JSON in the environment."""
+    accel_redirect: str = ""
+    """nginx: internal location of the store's folder; files are then sent by `X-Accel-Redirect`."""
+    x_sendfile: bool = False
+    """Apache and others: files are sent by the proxy, by `X-Sendfile`."""
     url: str = "http://127.0.0.1:8080"
     """Where clients of this machine find the API."""
     api_key: str = ""

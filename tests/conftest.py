@@ -36,7 +36,10 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
         pytest.fail(f"PostgreSQL {release} is not installed")
     server = EmbeddedPostgres(
         tmp_path_factory.mktemp("pg") / "data", bin_dir=bin_dir,
-        options=("-c", "fsync=off", "-c", "max_connections=200", "-c", "full_page_writes=off", "-c", "autovacuum=off"),
+        options=(
+            "-c", "fsync=off", "-c", "max_connections=200", "-c", "full_page_writes=off",
+            "-c", "autovacuum=off",
+        ),
     )  # fmt: skip
     template = database.connect(server.url(TEMPLATE), name="template")
     migrate.upgrade(template)

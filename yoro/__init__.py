@@ -1,5 +1,6 @@
-"""What users touch: the `yoro` command and the Client."""
+"""What users touch: the `yoro` command and the clients."""
 
+from yoro.async_client import AsyncClient
 from yoro.client import ApiError, Client
 
-__all__ = ["ApiError", "Client"]
+__all__ = ["ApiError", "AsyncClient", "Client"]

@@ -4,27 +4,18 @@ Every call may be repeated: the service recognises a duplicate, so an answer los
 asked for again. Knows nothing of the service's code.
 """
 
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-RETRIED_STATUSES = (429, 502, 503, 504)
+from yoro import retries
+from yoro.retries import ApiError, bearer
 
-
-class ApiError(Exception):
-    """The service refused: `status`, its `code`, and the whole problem document."""
-
-    def __init__(self, status: int, problem: Mapping[str, Any]) -> None:
-        """Take the problem document as it came."""
-        super().__init__(f"{status} {problem.get('code', '')}: {problem.get('detail', '')}")
-        self.status = status
-        self.code = str(problem.get("code", ""))
-        self.problem = dict(problem)
+__all__ = ["ApiError", "Client"]
 
 
 class Client:
@@ -32,8 +23,7 @@ class Client:
 
     def __init__(self, url: str, key: str = "", *, timeout: float = 30.0, retries: int = 8) -> None:
         """Open no connection yet; `retries` are those after the first try."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+        self._http = httpx.Client(base_url=url, headers=bearer(key), timeout=timeout)
         self._retries = retries
 
     def __enter__(self) -> Self:
@@ -57,6 +47,18 @@ class Client:
     def post_reward(self, grade: Mapping[str, Any]) -> dict[str, Any]:
         """Post one grade; its trace may come later. Returns once it is durable."""
         return self._json("POST", "/v1/rewards", json=dict(grade))
+
+    def post_traces(self, traces: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Post many traces in batches; one result each, in order, with `problem` where one was refused."""
+        return self._post_many("/v1/traces/batch", traces)
+
+    def post_rewards(self, grades: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Post many grades in batches; one result each, in order, with `problem` where one was refused."""
+        return self._post_many("/v1/rewards/batch", grades)
+
+    def limits(self) -> dict[str, Any]:
+        """Return what the service takes: sizes, counts, depth."""
+        return self._json("GET", "/v1/limits")
 
     def create_policy(self, name: str, **settings: Any) -> dict[str, Any]:
         """Create a policy; `base_model` is needed."""
@@ -84,12 +86,17 @@ class Client:
         return self._json("POST", f"/v1/policies/{name}/resume")
 
     def create_key(
-        self, name: str, roles: Sequence[str], policies: Sequence[str] | None, expires_in_days: float | None
+        self,
+        name: str,
+        roles: Sequence[str],
+        policies: Sequence[str] | None = None,
+        expires_in_days: float | None = None,
+        rate_per_second: float | None = None,
     ) -> dict[str, Any]:
         """Create an API key; the answer is the only place where it stands."""
         document = {
             "name": name, "roles": list(roles), "policies": None if policies is None else list(policies),
-            "expires_in_days": expires_in_days,
+            "expires_in_days": expires_in_days, "rate_per_second": rate_per_second,
         }  # fmt: skip
         return self._json("POST", "/v1/keys", json=document)
 
@@ -106,52 +113,90 @@ class Client:
         """Say what the policy waits for."""
         return self._json("GET", f"/v1/policies/{policy}/status")
 
+    def baselines(self, policy: str, batches: int = 200) -> dict[str, Any]:
+        """Compare every estimator on the policy's own last batches."""
+        return self._json("GET", f"/v1/policies/{policy}/baselines?batches={batches}")
+
     def adapter(self, policy: str, which: str = "latest") -> dict[str, Any]:
         """Show the manifest of `latest`, `promoted` or a number."""
         return self._json("GET", f"/v1/policies/{policy}/adapters/{which}")
 
+    def await_adapter(
+        self, policy: str, which: str, *, unless: int | None, seconds: float
+    ) -> dict[str, Any] | None:
+        """Show what a pointer comes to as soon as that is not `unless`; None: it has stayed there."""
+        query = {"wait": seconds} | ({} if unless is None else {"unless": unless})
+        answer = self._send(
+            "GET", f"/v1/policies/{policy}/adapters/{which}", params=query, timeout=seconds + 30.0
+        )
+        return None if answer.status_code == 304 else dict(answer.json())
+
+    def adapters(self, policy: str) -> Iterator[dict[str, Any]]:
+        """List the versions of a policy, newest first."""
+        cursor: dict[str, Any] = {}
+        while True:
+            page = self._json("GET", f"/v1/policies/{policy}/adapters", params=cursor)
+            yield from page["adapters"]
+            if page["next_cursor"] is None:
+                return
+            cursor = {"cursor": page["next_cursor"]}
+
+    def promote(self, policy: str, version: int, *, force: bool = False, note: str = "") -> dict[str, Any]:
+        """Point `promoted` at a version."""
+        path = f"/v1/policies/{policy}/adapters/{version}/promote"
+        return self._json("POST", path, json={"force": force, "note": note})
+
+    def roll_back(
+        self, policy: str, to: int, *, rewind_trainer: bool = False, force: bool = False, note: str = ""
+    ) -> dict[str, Any]:
+        """Go back to an older version: what serves alone, or the trainer too."""
+        wish = {"to": to, "rewind_trainer": rewind_trainer, "force": force, "note": note}
+        return self._json("POST", f"/v1/policies/{policy}/rollback", json=wish)
+
+    def pin(self, policy: str, version: int, *, pinned: bool = True) -> dict[str, Any]:
+        """Keep a version's files for good, or leave them to retention again."""
+        return self._json("POST" if pinned else "DELETE", f"/v1/policies/{policy}/adapters/{version}/pin")
+
     @contextmanager
-    def adapter_file(self, policy: str, version: int, name: str) -> Iterator[Iterator[bytes]]:
-        """Stream one file of a version."""
+    def adapter_file(self, policy: str, version: int, name: str, start: int = 0) -> Iterator[Iterator[bytes]]:
+        """Stream one file of a version from byte `start` on."""
         path = f"/v1/policies/{policy}/adapters/{version}/files/{name}"
-        with self._http.stream("GET", path) as answer:
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+        with self._http.stream("GET", path, headers=headers) as answer:
             if answer.is_error:
                 answer.read()
-            _check(answer)
-            yield answer.iter_bytes(1 << 20)
+            retries.checked(answer)
+            yield retries.from_byte(start if answer.status_code == 200 else 0, answer.iter_raw())
 
     def _json(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         document: dict[str, Any] = self._send(method, path, **request).json()
         return document
 
     def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
-        for attempt in range(self._retries + 1):
-            last = attempt == self._retries
+        for attempt in range(self._retries):
             try:
                 answer = self._http.request(method, path, **request)
             except httpx.TransportError:
-                if last:
-                    raise
-                _wait(attempt, None)
+                time.sleep(retries.backoff(attempt))
                 continue
-            if answer.status_code not in RETRIED_STATUSES or last:
-                return _check(answer)
-            _wait(attempt, answer.headers.get("retry-after"))
-        raise AssertionError("unreachable")
+            wait = retries.wait_before_retry(answer, attempt)
+            if wait is None:
+                return retries.checked(answer)
+            time.sleep(wait)
+        return retries.checked(self._http.request(method, path, **request))
 
+    def _post_many(self, path: str, documents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        results: list[dict[str, Any]] = []
+        for lines in retries.batches(documents):
+            results += retries.numbered(self._post_lines(path, lines), len(results))
+        return results
 
-def _check(answer: httpx.Response) -> httpx.Response:
-    if answer.is_error:
+    def _post_lines(self, path: str, lines: Sequence[bytes]) -> list[dict[str, Any]]:
         try:
-            problem = answer.json()
-        except ValueError:
-            problem = {"detail": answer.text[:500]}
-        raise ApiError(answer.status_code, problem if isinstance(problem, dict) else {"detail": problem})
-    return answer
-
-
-def _wait(attempt: int, retry_after: str | None) -> None:
-    """Wait as long as the service asks, else exponentially with jitter, at most 10 s."""
-    asked = float(retry_after) if retry_after and retry_after.isdecimal() else 0.0
-    jittered = random.uniform(0.5, 1.0) * min(10.0, 0.1 * 2**attempt)  # noqa: S311
-    time.sleep(min(10.0, max(asked, jittered)))
+            found: list[dict[str, Any]] = self._json("POST", path, **retries.ndjson(lines))["results"]
+        except ApiError as error:
+            if not retries.must_split(error, lines):
+                raise
+            middle = len(lines) // 2
+            return self._post_lines(path, lines[:middle]) + self._post_lines(path, lines[middle:])
+        return found

@@ -1,57 +1,98 @@
 """Request bodies: read under a cap, inflated in a stream under another, after authentication.
 
-Never trusts Content-Length, nor the size that a compressed frame declares.
+Never trusts Content-Length, nor the size that a compressed frame declares. What requests hold
+together is bounded too: bytes are counted as they come in.
 """
 
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import zstandard
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 
+from service.api.admission import Held
 from service.errors import Malformed, TooLarge, UnsupportedEncoding
 from service.ingest.formats import jsontext
 from service.settings import Limits
 
-Inflate = Callable[[bytes, int], bytes]
+Inflate = Callable[[bytes], Iterator[bytes]]
+JSON, NDJSON = "application/json", "application/x-ndjson"
+_NDJSON_NAMES = (NDJSON, "application/ndjson", "application/jsonl")
 _STEP = 1 << 16
+SLOW_BYTES = 1 << 18
+"""Bodies from here on are worked on in a thread, so that small requests are not held up."""
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """Return the inflated body. Raises TooLarge, Malformed or UnsupportedEncoding."""
+def content_type(request: Request, *, many: bool = False) -> str:
+    """Return JSON or, where many documents may come, NDJSON. Raises UnsupportedEncoding for any other."""
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind == JSON or kind.endswith("+json"):
+        return JSON
+    if many and kind in _NDJSON_NAMES:
+        return NDJSON
+    known = f"{JSON} or {NDJSON}" if many else JSON
+    raise UnsupportedEncoding(f"Content-Type {kind[:100]!r} is not {known}", code="content_type")
+
+
+async def read_body(request: Request, limits: Limits, held: Held | None = None) -> bytes:
+    """Return the inflated body. Raises TooLarge, Malformed, UnsupportedEncoding or Unavailable."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    chunks = _capped(request.stream(), limits.body_bytes)
+    if encoding not in ("", "identity") and encoding not in _INFLATERS:
+        raise UnsupportedEncoding(f"Content-Encoding {encoding[:100]!r} is not one of gzip, zstd")
+    body = await _received(request, limits.body_bytes, held)
     if encoding in ("", "identity"):
-        return b"".join([chunk async for chunk in chunks])
-    if encoding not in _INFLATERS:
-        raise UnsupportedEncoding(f"Content-Encoding {encoding!r} is not one of gzip, zstd")
-    packed = b"".join([chunk async for chunk in chunks])
-    return _INFLATERS[encoding](packed, limits.inflated_bytes)
+        return body
+    if len(body) < _STEP:
+        return _inflated(body, encoding, limits.inflated_bytes, held)
+    return await run_in_threadpool(_inflated, body, encoding, limits.inflated_bytes, held)
 
 
-async def read_json(request: Request, limits: Limits) -> tuple[Any, bytes]:
+async def read_json(request: Request, limits: Limits, held: Held | None = None) -> tuple[Any, bytes]:
     """Return the parsed JSON body and its bytes."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedEncoding(f"Content-Type {kind!r} is not application/json")
-    body = await read_body(request, limits)
-    return jsontext.parse(body, max_depth=limits.json_depth), body
+    content_type(request)
+    body = await read_body(request, limits, held)
+    if len(body) < SLOW_BYTES:
+        return jsontext.parse(body, max_depth=limits.json_depth), body
+    return await run_in_threadpool(jsontext.parse, body, max_depth=limits.json_depth), body
 
 
-async def _capped(chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
+async def _received(request: Request, limit: int, held: Held | None) -> bytes:
+    chunks: list[bytes] = []
     size = 0
-    async for chunk in chunks:
+    async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise TooLarge(f"The body exceeds {limit} bytes", code="body_bytes")
-        yield chunk
+            # The rest is read and dropped, within a bound: a client still sending would see a reset.
+            chunks.clear()
+            if size > limit * _DROPPED:
+                break
+            continue
+        if held is not None:
+            held.add(len(chunk))
+        chunks.append(chunk)
+    if size > limit:
+        raise TooLarge(f"The body exceeds {limit} bytes", code="body_bytes")
+    return b"".join(chunks)
 
 
-def _gunzip(packed: bytes, limit: int) -> bytes:
-    """Inflate one or more gzip members."""
+def _inflated(packed: bytes, encoding: str, limit: int, held: Held | None) -> bytes:
     parts: list[bytes] = []
-    size, rest = 0, packed
+    size = 0
+    for part in _INFLATERS[encoding](packed):
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"The body inflates beyond {limit} bytes", code="inflated_bytes")
+        if held is not None:
+            held.add(len(part))
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _gunzip(packed: bytes) -> Iterator[bytes]:
+    """Inflate one or more gzip members, a step at a time."""
+    rest = packed
     while rest:
         member = zlib.decompressobj(wbits=31)
         while not member.eof:
@@ -62,33 +103,29 @@ def _gunzip(packed: bytes, limit: int) -> bytes:
             rest = member.unconsumed_tail
             if not part and not rest and not member.eof:
                 raise Malformed("The gzip body ends early")
-            parts.append(part)
-            size += len(part)
-            _check_inflated(size, limit)
+            yield part
         rest = member.unused_data
-    return b"".join(parts)
 
 
-def _unzstd(packed: bytes, limit: int) -> bytes:
-    """Inflate one or more zstd frames; what a frame's header declares is not believed."""
-    parts: list[bytes] = []
-    size = 0
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-        packed, read_across_frames=True
-    )
-    try:
-        while part := reader.read(_STEP):
-            parts.append(part)
-            size += len(part)
-            _check_inflated(size, limit)
-    except zstandard.ZstdError as error:
-        raise Malformed(f"The body is not zstd: {error}") from error
-    return b"".join(parts)
+def _unzstd(packed: bytes) -> Iterator[bytes]:
+    """Inflate zstd frames, a step at a time; what a frame's header declares is not believed."""
+    rest = packed
+    while rest:
+        frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj(read_across_frames=False)
+        at = 0
+        while at < len(rest) and not frame.eof:
+            # Fed by small pieces: one piece inflates to at most a few megabytes before it is counted.
+            piece = rest[at : at + _PIECE]
+            at += len(piece)
+            try:
+                yield frame.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise Malformed(f"The body is not zstd: {error}") from error
+        if not frame.eof:
+            raise Malformed("The zstd body ends early")
+        rest = frame.unused_data + rest[at:]
 
 
-def _check_inflated(size: int, limit: int) -> None:
-    if size > limit:
-        raise TooLarge(f"The body inflates beyond {limit} bytes", code="inflated_bytes")
-
-
+_PIECE = 1 << 9
+_DROPPED = 4
 _INFLATERS: dict[str, Inflate] = {"gzip": _gunzip, "x-gzip": _gunzip, "zstd": _unzstd}

@@ -22,6 +22,8 @@ class NewKey(Wire):
     roles: list[keys.Role] = Field(min_length=1)
     policies: list[PolicyName] | None = None
     expires_in_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
+    rate_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Documents a second that each api process takes from it; null: the server's default."""
 
 
 @router.post("/v1/keys", status_code=201)
@@ -32,7 +34,14 @@ def create_key(request: Request, document: NewKey) -> dict[str, Any]:
     expires_at = None if days is None else datetime.now(UTC) + timedelta(days=days)
     here = context(request)
     with transaction(here.engine) as connection:
-        key = keys.mint(connection, document.name, document.roles, document.policies, expires_at)
+        key = keys.mint(
+            connection,
+            document.name,
+            document.roles,
+            document.policies,
+            expires_at,
+            rate_per_second=document.rate_per_second,
+        )
     here.directory.refresh()
     return {"key": key, "prefix": keys.shown(key), "name": document.name, "roles": document.roles}
 

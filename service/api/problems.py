@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from service import telemetry
-from service.errors import FieldError, Invalid, NotFound, Unavailable, YoroError
+from service.errors import FieldError, Invalid, NotFound, RateLimited, Unavailable, YoroError
 
 
 def problem(error: YoroError) -> dict[str, Any]:
@@ -28,11 +28,19 @@ def problem(error: YoroError) -> dict[str, Any]:
 def respond(error: YoroError) -> JSONResponse:
     """Return the response of an error."""
     headers = {}
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable | RateLimited):
         headers["Retry-After"] = str(error.retry_after_seconds)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(problem(error), error.status, headers, media_type="application/problem+json")
+
+
+def respond_to(request: Request, error: Exception) -> JSONResponse:
+    """Return the response of any error; what we do not know is logged, and the client learns no more."""
+    if isinstance(error, YoroError):
+        return respond(error)
+    telemetry.logger().error("request_failed", path=request.url.path, exc_info=error)
+    return respond(YoroError("The server failed; the operator's log says why"))
 
 
 def install(app: FastAPI) -> None:
@@ -57,5 +65,4 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _unknown(request: Request, error: Exception) -> JSONResponse:
-        telemetry.logger().error("request_failed", path=request.url.path, exc_info=error)
-        return respond(YoroError("The server failed; the operator's log says why"))
+        return respond_to(request, error)

@@ -1,10 +1,12 @@
 """Rows of a policy: its identity, its settings' revisions, its lineage and version 0."""
 
 import json
+from typing import Any
 
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
+from service.eligibility import GATE_PARTS
 from service.errors import Conflict, FieldError, Invalid
 from service.policies import PolicySettings
 
@@ -25,7 +27,9 @@ SELECT p.settings_revision, s.document FROM policies p
 JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
 WHERE p.id = :policy FOR UPDATE OF p
 """)
-_POINT = text("UPDATE policies SET settings_revision = :revision WHERE id = :policy")
+_POINT = text("""
+UPDATE policies SET settings_revision = :revision, gate_epoch = gate_epoch + :opens WHERE id = :policy
+""")
 _PAUSE = text("UPDATE policies SET paused = :paused WHERE id = :policy")
 
 
@@ -61,13 +65,22 @@ def revise(connection: Connection, policy_id: int, changes: dict[str, object]) -
         _REVISION,
         {"policy": policy_id, "revision": revision, "document": settings.model_dump_json()},
     )
-    connection.execute(_POINT, {"policy": policy_id, "revision": revision})
+    # Compared with defaults filled in: a part that an older release did not know is no change.
+    before = PolicySettings.model_validate(row.document).model_dump()
+    opens = any(_part(before, path) != _part(settings.model_dump(), path) for path in GATE_PARTS)
+    connection.execute(_POINT, {"policy": policy_id, "revision": revision, "opens": int(opens)})
     return revision
 
 
 def set_paused(connection: Connection, policy_id: int, paused: bool) -> None:
     """Pause or resume the forming and training of batches."""
     connection.execute(_PAUSE, {"policy": policy_id, "paused": paused})
+
+
+def _part(document: dict[str, Any], path: tuple[str, ...]) -> Any:
+    for name in path:
+        document = document[name]
+    return document
 
 
 def _merge(document: dict[str, object], changes: dict[str, object]) -> dict[str, object]:

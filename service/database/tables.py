@@ -97,6 +97,8 @@ class Policy(Table):
     name: Mapped[str] = mapped_column(unique=True)
     settings_revision: Mapped[int] = mapped_column(Integer, server_default="1")
     paused: Mapped[bool] = mapped_column(server_default=text("false"))
+    gate_epoch: Mapped[int] = mapped_column(Integer, server_default="1")
+    """Raised by whatever changes what a grade or rollout counts for: rule, quarantine, rewind."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
@@ -118,6 +120,8 @@ class Lineage(Table):
     head_version: Mapped[int] = mapped_column(Integer, server_default="0")
     head_depth: Mapped[int] = mapped_column(Integer, server_default="0")
     promoted_version: Mapped[int] = mapped_column(Integer, server_default="0")
+    promotion_held: Mapped[bool] = mapped_column(server_default=text("false"))
+    """`promoted` was rolled back alone: no version is promoted by itself until somebody promotes one."""
     next_version: Mapped[int] = mapped_column(Integer, server_default="1")
     """Never used before, never reused after a rewind."""
     next_batch: Mapped[int] = mapped_column(Integer, server_default="1")
@@ -162,6 +166,8 @@ class Rollout(Table):
     """Settings revision whose rule made the reward."""
     reward_grades: Mapped[list[int] | None]
     rewarded_at: Mapped[datetime | None]
+    gate_epoch: Mapped[int | None] = mapped_column(Integer)
+    """Epoch of its policy under which it was last evaluated; null: no grade has come yet."""
     ready_at: Mapped[datetime | None]
     late_grades: Mapped[int] = mapped_column(Integer, server_default="0")
     erased_at: Mapped[datetime | None]
@@ -175,6 +181,7 @@ class Rollout(Table):
         Index(
             "ix_rollouts_ready",
             "policy_id",
+            "depth",
             "ready_at",
             "id",
             postgresql_where=text("state = 'ready'"),
@@ -187,7 +194,16 @@ class Rollout(Table):
             "id",
             postgresql_where=text("reward IS NOT NULL AND arrival IS NOT NULL AND erased_at IS NULL"),
         ),
-        Index("ix_rollouts_state", "policy_id", "state", "reason"),
+        Index("ix_rollouts_state", "policy_id", "state", "received_at", "id"),
+        Index("ix_rollouts_awaited", "policy_id", "seen_at", postgresql_where=text("state IS NULL")),
+        Index(
+            "ix_rollouts_epoch",
+            "policy_id",
+            "gate_epoch",
+            postgresql_where=text(
+                "gate_epoch IS NOT NULL AND state IN ('waiting_reward', 'ready', 'excluded')"
+            ),
+        ),
         {"postgresql_with": {"fillfactor": "80"}},
     )
 
@@ -299,6 +315,8 @@ class Batch(Table):
     estimator: Mapped[str]
     parameters: Mapped[dict[str, Any]]
     """Hyperparameters of the estimator, size of the window and its cut-off."""
+    candidate_errors: Mapped[dict[str, Any] | None]
+    """Mean squared advantage that each estimator would have had; null until it was computed."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     attempts: Mapped[int] = mapped_column(Integer, server_default="0")
     failures: Mapped[int] = mapped_column(Integer, server_default="0")
@@ -320,6 +338,16 @@ class Batch(Table):
         CheckConstraint(_one_of("state", BATCH_STATES), name="state"),
         Index("ix_batches_ready", "policy_id", "number", postgresql_where=text("state = 'ready'")),
     )
+
+
+class BaselineChoice(Table):
+    """State of `baseline: auto` for the policy's next batch (service/baselines/selection.py)."""
+
+    __tablename__ = "baseline_choices"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    batch: Mapped[int] = mapped_column(Integer)
+    """Number of the batch that advanced it last."""
+    document: Mapped[dict[str, Any]]
 
 
 class BatchMember(Table):
@@ -364,6 +392,12 @@ class PolicyVersion(Table):
     adapter_sha256: Mapped[str | None]
     tainted: Mapped[list[str]] = mapped_column(server_default=text("'{}'"))
     """Why it should not serve; empty: clean."""
+    rewound: Mapped[bool] = mapped_column(server_default=text("false"))
+    """The head was put back before it: what it sampled is `off_branch`."""
+    pinned: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Somebody wants its files kept."""
+    files_removed_at: Mapped[datetime | None]
+    """When retention gave up its files; the row stays, and its number is never used again."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -374,4 +408,160 @@ class PolicyVersion(Table):
         ),
         CheckConstraint("(version = 0) = (folder IS NULL)", name="folder_unless_base"),
         Index("ix_policy_versions_adapter_sha256", "policy_id", "adapter_sha256"),
+    )
+
+
+class PointerMove(Table):
+    """One move of `latest` or `promoted`, written by a trigger, whoever made it."""
+
+    __tablename__ = "pointer_moves"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    pointer: Mapped[str]
+    from_version: Mapped[int] = mapped_column(Integer)
+    to_version: Mapped[int] = mapped_column(Integer)
+    reason: Mapped[str]
+    """`step`, or who did what: `promote by ops-key`."""
+    moved_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+    __table_args__ = (
+        CheckConstraint("pointer IN ('latest', 'promoted')", name="pointer"),
+        Index("ix_pointer_moves_policy_id", "policy_id", "id"),
+    )
+
+
+class PromotionCheck(Table):
+    """The verdict of a gated policy's gates and hook on one version."""
+
+    __tablename__ = "promotion_checks"
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(Integer, primary_key=True)
+    started_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    attempts: Mapped[int] = mapped_column(Integer, server_default="1")
+    finished_at: Mapped[datetime | None]
+    passed: Mapped[bool | None]
+    reason: Mapped[str] = mapped_column(server_default="")
+    """What failed, in words; empty: everything passed."""
+    metrics: Mapped[dict[str, Any] | None]
+    """What the gates measured and what the hook answered."""
+
+
+class GateCount(Table):
+    """How many rollouts of a policy are in a state for a reason; with `gate_count_changes`, exact.
+
+    Ready rollouts are counted by depth, since staleness is derived. Beside the states there are
+    `waiting_for_trace`, `expired_grades`, `late_grades`, and `grader` (its name is the reason).
+    """
+
+    __tablename__ = "gate_counts"
+    policy_id: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str] = mapped_column(primary_key=True)
+    reason: Mapped[str] = mapped_column(primary_key=True)
+    depth: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """Of ready rollouts; -1 otherwise."""
+    amount: Mapped[int]
+    last_at: Mapped[datetime | None]
+    """When the newest grade of a grader came."""
+
+
+class GateCountChange(Table):
+    """What one statement changed of the counts, by triggers; folded in by the scheduler.
+
+    Appended only, so that writers never wait for each other's counts.
+    """
+
+    __tablename__ = "gate_count_changes"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int]
+    state: Mapped[str]
+    reason: Mapped[str]
+    depth: Mapped[int] = mapped_column(Integer)
+    amount: Mapped[int]
+    last_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        # emptied twice a second: dead rows must not pile up between vacuums
+        {"postgresql_with": {"autovacuum_vacuum_scale_factor": "0", "autovacuum_vacuum_threshold": "2000"}},
+    )
+
+
+class Erasure(Table):
+    """An erased trace: only a keyed hash of its id is left, by which it cannot come back."""
+
+    __tablename__ = "erasures"
+    policy_id: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[bytes] = mapped_column(primary_key=True)
+    erased_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class GraderQuarantine(Table):
+    """A grader whose grades do not count, all of them or from a time on."""
+
+    __tablename__ = "grader_quarantines"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    grader: Mapped[str]
+    since: Mapped[datetime | None]
+    """Compared with `graded_at`, or the receive time where that is missing; null: always."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    lifted_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        Index(
+            "uq_grader_quarantines_in_force", "policy_id", "grader", unique=True,
+            postgresql_where=text("lifted_at IS NULL"),
+        ),
+    )  # fmt: skip
+
+
+class Alert(Table):
+    """Something a person should look at, from when it was first seen to when it was over."""
+
+    __tablename__ = "alerts"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    code: Mapped[str]
+    detail: Mapped[str]
+    raised_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    cleared_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        Index(
+            "uq_alerts_raised", "policy_id", "code", unique=True,
+            postgresql_where=text("cleared_at IS NULL"),
+        ),
+    )  # fmt: skip
+
+
+class Webhook(Table):
+    """Where somebody wants to hear of events."""
+
+    __tablename__ = "webhooks"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"))
+    url: Mapped[str]
+    events: Mapped[list[str]]
+    secret: Mapped[str]
+    """Signs deliveries; shown once."""
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class WebhookDelivery(Table):
+    """The outbox: one event for one webhook, written in the transaction that made it happen."""
+
+    __tablename__ = "webhook_deliveries"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    webhook_id: Mapped[int] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
+    event: Mapped[str]
+    payload: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    attempts: Mapped[int] = mapped_column(Integer, server_default="0")
+    due_at: Mapped[datetime | None] = mapped_column(server_default=func.now())
+    """When to try next; null: delivered or given up."""
+    delivered_at: Mapped[datetime | None]
+    last_error: Mapped[str] = mapped_column(server_default="")
+
+    __table_args__ = (
+        Index("ix_webhook_deliveries_due", "due_at", postgresql_where=text("due_at IS NOT NULL")),
+        Index("ix_webhook_deliveries_webhook_id", "webhook_id"),
     )

@@ -7,11 +7,12 @@ history and appending to it one step.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from sqlalchemy import Connection, text
 
 from service.batches import gates
+from service.ingest import arrays
 from service.ingest.grades import Key, NewGrade, Revision, is_duplicate, supersedes
 from service.ingest.rollout_rows import Registered
 
@@ -59,12 +60,13 @@ def append(
     """Append the grades that are no duplicates; return what became of each, by `id(item)`."""
     if not items:
         return {}
-    histories = _read(connection, sorted({registry[item.policy_id, item.trace_id].id for item in items}))
+    rows = [registry[item.policy_id, item.trace_id] for item in items]
+    # A row made just now has no history.
+    histories = _read(connection, sorted({row.id for row in rows if not row.inserted}))
     stored_until = {key: history.current for key, history in histories.items()}
     written: dict[int, GradeWritten] = {}
     fresh: list[tuple[Key, NewGrade, Revision]] = []
-    for number, item in enumerate(items):
-        row = registry[item.policy_id, item.trace_id]
+    for number, (item, row) in enumerate(zip(items, rows, strict=True)):
         key: Key = (row.id, item.grader, item.name, item.turn)
         history = histories[key]
         if is_duplicate(item, history.revisions):
@@ -86,6 +88,8 @@ def append(
 
 def _read(connection: Connection, rollouts: list[int]) -> defaultdict[Key, _History]:
     histories: defaultdict[Key, _History] = defaultdict(lambda: _History([]))
+    if not rollouts:
+        return histories
     for row in connection.execute(_HISTORY, {"rollouts": rollouts}):
         history = histories[row.rollout_id, row.grader, row.name, row.turn]
         revision = Revision(row.id, row.value, row.graded_at, row.received_at)
@@ -110,24 +114,26 @@ def _store(
     ]
     if demoted:
         connection.execute(_DEMOTE, {"ids": demoted})
-    rows = [_row(key, item, revision, revision is histories[key].current) for key, item, revision in fresh]
-    connection.execute(_APPEND, {name: [row[name] for row in rows] for name in rows[0]})
+    connection.execute(_APPEND, _columns(fresh, histories))
 
 
-def _row(key: Key, item: NewGrade, revision: Revision, current: bool) -> dict[str, Any]:
+def _columns(
+    fresh: list[tuple[Key, NewGrade, Revision]], histories: defaultdict[Key, _History]
+) -> dict[str, arrays.Array]:
+    items = [item for _, item, _ in fresh]
     return {
-        "rollout_id": key[0],
-        "grader": item.grader,
-        "name": item.name,
-        "turn": item.turn,
-        "value": item.value,
-        "sent_value": item.sent_value,
-        "criteria": item.criteria,
-        "comment": item.comment,
-        "grader_version": item.grader_version,
-        "graded_at": item.graded_at,
-        "received_at": revision.received_at,
-        "current": current,
+        "rollout_id": arrays.bigints(key[0] for key, _, _ in fresh),
+        "grader": arrays.texts(item.grader for item in items),
+        "name": arrays.texts(item.name for item in items),
+        "turn": arrays.integers(item.turn for item in items),
+        "value": arrays.floats(item.value for item in items),
+        "sent_value": arrays.floats(item.sent_value for item in items),
+        "criteria": arrays.byteas(item.criteria for item in items),
+        "comment": arrays.byteas(item.comment for item in items),
+        "grader_version": arrays.texts(item.grader_version for item in items),
+        "graded_at": arrays.moments(item.graded_at for item in items),
+        "received_at": arrays.moments(revision.received_at for _, _, revision in fresh),
+        "current": arrays.booleans(revision is histories[key].current for key, _, revision in fresh),
     }
 
 

@@ -7,10 +7,12 @@ grades with different `graded_at` leaves the same current grade (design/lifecycl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
+from service.eligibility import Reward
 from service.errors import FieldError, Invalid
 from service.ingest.formats import jsontext, native
-from service.policies import Reward
+from service.ingest.masking import Mask
 from service.schemas import EmbeddedGrade, Grade
 
 ROUNDING = 1e-6
@@ -36,6 +38,8 @@ class NewGrade:
     criteria: bytes | None
     comment: bytes | None
     warnings: tuple[str, ...]
+    metered: bool = False
+    """Whether its policy has quotas, so that the writer counts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +53,17 @@ class Revision:
 
     @property
     def order(self) -> tuple[datetime, int]:
-        """Return what the greatest of is current: graded_at, or the receive time in its place, then arrival."""
+        """Return what the greatest of is current: graded_at or else the receive time, then arrival."""
         return self.graded_at or self.received_at, self.arrival
 
 
-def prepare(grade: Grade, *, policy_id: int, rule: Reward) -> NewGrade:
-    """Check and map one grade. Raises Invalid for a value outside the policy's range."""
+def prepare(
+    grade: Grade, *, policy_id: int, rule: Reward, mask: Mask | None = None, metered: bool = False
+) -> NewGrade:
+    """Check, map and mask one grade. Raises Invalid for a value outside the policy's range."""
     if grade.void == (grade.value is not None):
         raise Invalid(
-            "",
-            [FieldError("/value", "needed, unless `void` is true, and then absent")],
-            code="value",
+            "", [FieldError("/value", "needed, unless `void` is true, and then absent")], code="value"
         )
     value, warnings = (None, []) if grade.value is None else _mapped(grade.value, rule)
     graded_at, time_warnings = _trusted_time(grade.graded_at)
@@ -73,16 +77,29 @@ def prepare(grade: Grade, *, policy_id: int, rule: Reward) -> NewGrade:
         sent_value=grade.value,
         graded_at=graded_at,
         grader_version=grade.grader_version,
-        criteria=None if grade.criteria is None else jsontext.dump(grade.criteria),
-        comment=None if grade.comment is None else jsontext.dump(grade.comment),
+        criteria=_stored(grade.criteria, mask),
+        comment=_stored(grade.comment, mask),
         warnings=(*warnings, *time_warnings),
+        metered=metered,
     )
 
 
-def from_trace(embedded: EmbeddedGrade, *, trace_id: str, policy_id: int, rule: Reward) -> NewGrade:
-    """Prepare the grade that came along with a trace, like any other."""
+def from_trace(
+    embedded: EmbeddedGrade,
+    *,
+    trace_id: str,
+    policy_id: int,
+    rule: Reward,
+    mask: Mask | None = None,
+    metered: bool = False,
+) -> NewGrade:
+    """Prepare the grade that came along with a trace, like any other; its defects point below /reward."""
     grade = Grade(trace_id=trace_id, **embedded.model_dump())
-    return prepare(grade, policy_id=policy_id, rule=rule)
+    try:
+        return prepare(grade, policy_id=policy_id, rule=rule, mask=mask, metered=metered)
+    except Invalid as error:
+        below = [FieldError(f"/reward{defect.pointer}", defect.message) for defect in error.errors]
+        raise Invalid(error.detail, below, code=error.code) from error
 
 
 def is_duplicate(new: NewGrade, history: Iterable[Revision]) -> bool:
@@ -104,6 +121,12 @@ def supersedes(new: Revision, current: Revision | None) -> bool:
     if current.value is None and new.value is not None and new.graded_at is None:
         return False
     return new.order > current.order
+
+
+def _stored(value: Any, mask: Mask | None) -> bytes | None:
+    if value is None:
+        return None
+    return jsontext.dump(value if mask is None else mask.value(value))
 
 
 def _mapped(value: float, rule: Reward) -> tuple[float, list[str]]:

@@ -4,69 +4,81 @@ Must run inside the writer's transaction. Invariant: a trace's columns are set o
 whose `arrival` the row keeps.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from sqlalchemy import Connection, text
 
-from service.ingest.formats.native import CANONICALISER
+from service.ingest import arrays
 from service.ingest.grades import NewGrade
-from service.ingest.rollouts import NewRollout, exclusion
-from service.policies import PolicySettings
-from service.schemas import Trainability
+from service.ingest.rollouts import NewRollout
 
-_ARRIVING = {
-    "arrival": "bigint",
-    "fingerprint": "bytea",
-    "status": "text",
-    "task_key": "text",
-    "session_id": "text",
-    "version": "integer",
-    "depth": "integer",
-    "verdict": "text",
-    "verdict_reasons": "text",
-    "state": "text",
-    "reason": "text",
+_ARRIVING: dict[str, tuple[str, Callable[[Iterable[Any]], arrays.Array]]] = {
+    "arrival": ("bigint", arrays.bigints),
+    "canonicaliser": ("integer", arrays.integers),
+    "fingerprint": ("bytea", arrays.byteas),
+    "status": ("text", arrays.texts),
+    "task_key": ("text", arrays.texts),
+    "session_id": ("text", arrays.texts),
+    "version": ("integer", arrays.integers),
+    "depth": ("integer", arrays.integers),
+    "verdict": ("text", arrays.texts),
+    "verdict_reasons": ("text", arrays.texts),
+    "state": ("text", arrays.texts),
+    "reason": ("text", arrays.texts),
 }
-"""Columns that the trace brings, with their types; null while only grades have come."""
+"""Columns that the trace brings, with type and encoder; null while only grades have come."""
+
+_DOCUMENTS = (
+    "raw", "normalised", "features", "text_digest", "content_digest", "opening_digest", "prompt_digests",
+)  # fmt: skip
+_COLUMNS = ("policy_id", "trace_id", *_ARRIVING, *_DOCUMENTS)
+_SELECTED = [
+    "string_to_array(verdict_reasons, ',')" if name == "verdict_reasons" else name for name in _ARRIVING
+]
+_KEPT = [
+    f"{name} = CASE WHEN r.arrival IS NULL THEN excluded.{name} ELSE r.{name} END"
+    for name in (*_ARRIVING, "received_at")
+]
+_ARRAYS = [
+    "CAST(:policy_id AS bigint[])", "CAST(:trace_id AS text[])",
+    *(f"CAST(:{name} AS {kind}[])" for name, (kind, _) in _ARRIVING.items()),
+    *(f"CAST(:{name} AS bytea[])" for name in _DOCUMENTS),
+]  # fmt: skip
 
 _REGISTER = text(f"""
-INSERT INTO rollouts AS r (policy_id, trace_id, {", ".join(_ARRIVING)}, canonicaliser, received_at)
-SELECT policy_id, trace_id, {
-    ", ".join(
-        "string_to_array(verdict_reasons, ',')" if name == "verdict_reasons" else name for name in _ARRIVING
-    )
-},
-       CASE WHEN arrival IS NOT NULL THEN {CANONICALISER} END,
-       CASE WHEN arrival IS NOT NULL THEN clock_timestamp() END
-FROM unnest(CAST(:policy_id AS bigint[]), CAST(:trace_id AS text[]),
-            {", ".join(f"CAST(:{name} AS {kind}[])" for name, kind in _ARRIVING.items())})
-     AS new (policy_id, trace_id, {", ".join(_ARRIVING)})
--- every writer locks registry rows in this order
-ORDER BY policy_id, trace_id
-ON CONFLICT (policy_id, trace_id) DO UPDATE SET
-    {
-    ", ".join(
-        f"{name} = CASE WHEN r.arrival IS NULL THEN excluded.{name} ELSE r.{name} END"
-        for name in (*_ARRIVING, "canonicaliser", "received_at")
-    )
-}
-RETURNING id, policy_id, trace_id, arrival, fingerprint, verdict, verdict_reasons, state, reason,
-          xmax = 0 AS inserted, clock_timestamp() AS now
+WITH new AS MATERIALIZED (
+    SELECT * FROM unnest({", ".join(_ARRAYS)}) AS new ({", ".join(_COLUMNS)})
+), registered AS (
+    INSERT INTO rollouts AS r (policy_id, trace_id, {", ".join(_ARRIVING)}, received_at)
+    SELECT policy_id, trace_id, {", ".join(_SELECTED)},
+           CASE WHEN arrival IS NOT NULL THEN clock_timestamp() END
+    FROM new
+    -- an erased trace cannot come back: it gets no row
+    WHERE NOT EXISTS (SELECT FROM erasures e WHERE e.policy_id = new.policy_id
+                      AND e.digest = erasure_digest_v1(new.policy_id, new.trace_id))
+    -- every writer locks registry rows in this order
+    ORDER BY policy_id, trace_id
+    ON CONFLICT (policy_id, trace_id) DO UPDATE SET {", ".join(_KEPT)}
+    RETURNING id, policy_id, trace_id, arrival, canonicaliser, fingerprint, verdict, verdict_reasons, state,
+              reason, xmax = 0 AS inserted, clock_timestamp() AS now
+), accepted AS (
+    -- the row keeps the arrival of the one delivery that it took
+    SELECT r.id, r.now, new.* FROM registered r JOIN new USING (arrival)
+), documents AS (
+    INSERT INTO rollout_documents (rollout_id, policy_id, received_at, raw, normalised)
+    SELECT id, policy_id, now, raw, normalised FROM accepted
+), features AS (
+    INSERT INTO rollout_features
+        (rollout_id, features, text_digest, content_digest, opening_digest, prompt_digests)
+    SELECT id, features, text_digest, content_digest, opening_digest, prompt_digests FROM accepted
+)
+SELECT id, policy_id, trace_id, arrival, state, reason, inserted, now,
+       canonicaliser, fingerprint, verdict, verdict_reasons
+FROM registered
 """)  # noqa: S608 - column names are ours
-
-_STORE_DOCUMENTS = text("""
-INSERT INTO rollout_documents (rollout_id, raw, normalised)
-SELECT * FROM unnest(CAST(:rollout_id AS bigint[]), CAST(:raw AS bytea[]), CAST(:normalised AS bytea[]))
-""")
-
-_STORE_FEATURES = text("""
-INSERT INTO rollout_features (rollout_id, features, text_digest, content_digest, opening_digest, prompt_digests)
-SELECT * FROM unnest(CAST(:rollout_id AS bigint[]), CAST(:features AS bytea[]), CAST(:text_digest AS bytea[]),
-    CAST(:content_digest AS bytea[]), CAST(:opening_digest AS bytea[]), CAST(:prompt_digests AS bytea[]))
-""")
 
 _VERSIONS = text("""
 SELECT v.policy_id, v.version, v.depth, v.adapter_sha256
@@ -76,13 +88,11 @@ JOIN unnest(CAST(:policy_id AS bigint[]), CAST(:version AS integer[]), CAST(:sha
   ON v.policy_id = claim.policy_id AND (v.version = claim.version OR v.adapter_sha256 = claim.sha256)
 """)
 
-_SETTINGS = text("""
-SELECT p.id, s.document FROM policies p
-JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
-WHERE p.id = ANY(:ids)
-""")
-
 Verdict = Literal["exact", "ids", "text", "untrainable"]
+Key = tuple[int, str]
+"""(policy id, trace id)"""
+KnownVersions = dict[tuple[int, int | str], tuple[int, int]]
+"""(policy id, version or sha256 of the adapter) -> (version, depth). Both never change, so it may be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,7 @@ class Registered:
     """A registry row as it stands after the upsert, locked until the transaction ends."""
 
     id: int
+    canonicaliser: int | None
     fingerprint: bytes | None
     verdict: Verdict
     verdict_reasons: list[str]
@@ -102,117 +113,91 @@ class Registered:
 
 
 def register(
-    connection: Connection, items: Sequence[NewRollout | NewGrade]
-) -> dict[tuple[int, str], Registered]:
-    """Upsert and lock the registry row of every item; of several traces of one id the first one counts."""
-    first = {(item.policy_id, item.trace_id): item for item in reversed(items)}
-    first |= {
-        (item.policy_id, item.trace_id): item for item in reversed(items) if isinstance(item, NewRollout)
-    }
-    rows = [_row(item) for item in _resolved(connection, first.values())]
-    columns = {name: [row[name] for row in rows] for name in ("policy_id", "trace_id", *_ARRIVING)}
-    found = connection.execute(_REGISTER, columns).all()
-    registry = {}
-    for row in found:
-        item = first[row.policy_id, row.trace_id]
-        mine = isinstance(item, NewRollout) and row.arrival == item.arrival
-        registry[row.policy_id, row.trace_id] = Registered(
-            row.id, row.fingerprint, cast(Verdict, row.verdict), row.verdict_reasons or [], row.state,
-            row.reason, row.inserted, row.now, cast(NewRollout, item) if mine else None,
-        )  # fmt: skip
-    return registry
+    connection: Connection, items: Sequence[NewRollout | NewGrade], known: KnownVersions
+) -> dict[Key, Registered]:
+    """Upsert and lock every item's registry row and store what new traces say.
+
+    Of several traces of one id the first one counts. `known` is looked up and added to.
+    """
+    first: dict[Key, NewRollout | NewGrade] = {}
+    for item in items:
+        key = (item.policy_id, item.trace_id)
+        if key not in first or (isinstance(item, NewRollout) and isinstance(first[key], NewGrade)):
+            first[key] = item
+    _look_up(connection, [item for item in first.values() if isinstance(item, NewRollout)], known)
+    rows = [_row(item, known) for item in first.values()]
+    found = connection.execute(_REGISTER, _encoded(rows))
+    return {(row[1], row[2]): _registered(row, first[row[1], row[2]]) for row in found}
 
 
-def store_documents(connection: Connection, registry: dict[tuple[int, str], Registered]) -> None:
-    """Insert what the newly accepted traces say, apart from the hot rows."""
-    rows = [(row.id, row.accepted) for row in registry.values() if row.accepted is not None]
-    if not rows:
-        return
-    ids = [rollout_id for rollout_id, _ in rows]
-    for statement, names in (
-        (_STORE_DOCUMENTS, ("raw", "normalised")),
-        (
-            _STORE_FEATURES,
-            ("features", "text_digest", "content_digest", "opening_digest", "prompt_digests"),
-        ),
-    ):
-        columns = {name: [getattr(item, name) for _, item in rows] for name in names}
-        connection.execute(statement, {"rollout_id": ids, **columns})
+def _registered(row: Any, item: NewRollout | NewGrade) -> Registered:
+    # By position: names cost a lookup each, twelve a row.
+    id_, _, _, arrival, state, reason, inserted, now, canonicaliser, fingerprint, verdict, reasons = row
+    mine = isinstance(item, NewRollout) and arrival == item.arrival
+    return Registered(
+        id_, canonicaliser, fingerprint, cast(Verdict, verdict), reasons or [], state, reason, inserted, now,
+        cast(NewRollout, item) if mine else None,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    """An item with its version looked up and its first state decided."""
-
-    item: NewRollout | NewGrade
-    version: int | None = None
-    depth: int | None = None
-    trainability: Trainability = field(default_factory=lambda: Trainability(verdict="untrainable"))
-    reason: str = ""
-
-
-_Known = dict[tuple[int, int | str], tuple[int, int]]
-"""(policy id, version or sha256 of the adapter) -> (version, depth)"""
-
-
-def _resolved(connection: Connection, items: Iterable[NewRollout | NewGrade]) -> list[_Resolved]:
-    items = list(items)
-    rollouts = [item for item in items if isinstance(item, NewRollout)]
-    if not rollouts:
-        return [_Resolved(item) for item in items]
-    known = _known_versions(connection, rollouts)
-    policies = sorted({item.policy_id for item in rollouts})
-    settings = {
-        row.id: PolicySettings.model_validate(row.document)
-        for row in connection.execute(_SETTINGS, {"ids": policies})
-    }
-    return [
-        _resolve(item, known, settings[item.policy_id]) if isinstance(item, NewRollout) else _Resolved(item)
-        for item in items
+def _look_up(connection: Connection, rollouts: list[NewRollout], known: KnownVersions) -> None:
+    unknown = [
+        item
+        for item in rollouts
+        if (claim := _claim(item)) is not None and (item.policy_id, claim) not in known
     ]
-
-
-def _known_versions(connection: Connection, rollouts: list[NewRollout]) -> _Known:
+    if not unknown:
+        return
     claims = {
-        "policy_id": [item.policy_id for item in rollouts],
-        "version": [item.version for item in rollouts],
-        "sha256": [item.adapter_sha256 for item in rollouts],
+        "policy_id": [item.policy_id for item in unknown],
+        "version": [item.version for item in unknown],
+        "sha256": [item.adapter_sha256 for item in unknown],
     }
-    return {
-        (row.policy_id, name): (row.version, row.depth)
-        for row in connection.execute(_VERSIONS, claims)
-        for name in (row.version, row.adapter_sha256)
-        if name is not None
-    }
+    for row in connection.execute(_VERSIONS, claims):
+        for name in (row.version, row.adapter_sha256):
+            if name is not None:
+                known[row.policy_id, name] = (row.version, row.depth)
 
 
-def _resolve(item: NewRollout, known: _Known, settings: PolicySettings) -> _Resolved:
-    claim = item.version if item.version is not None else item.adapter_sha256
-    version, depth = (None, None) if claim is None else known.get((item.policy_id, claim), (None, None))
-    trainability = item.trainability
-    if version is None:
-        missing = "no_version" if claim is None else "unknown_version"
-        trainability = Trainability(verdict="untrainable", reasons=[missing, *trainability.reasons])
-    return _Resolved(item, version, depth, trainability, exclusion(item.status, trainability, settings))
+def _claim(item: NewRollout) -> int | str | None:
+    return item.version if item.version is not None else item.adapter_sha256
 
 
-def _row(resolved: _Resolved) -> dict[str, object]:
-    item = resolved.item
-    empty: dict[str, object] = dict.fromkeys(_ARRIVING)
+_EMPTY: dict[str, Any] = dict.fromkeys((*_ARRIVING, *_DOCUMENTS)) | {"reason": ""}
+
+
+def _row(item: NewRollout | NewGrade, known: KnownVersions) -> dict[str, Any]:
     if isinstance(item, NewGrade):
-        return empty | {"policy_id": item.policy_id, "trace_id": item.trace_id, "reason": ""}
-    return {
+        return _EMPTY | {"policy_id": item.policy_id, "trace_id": item.trace_id}
+    claim = _claim(item)
+    version, depth = (None, None) if claim is None else known.get((item.policy_id, claim), (None, None))
+    verdict, reasons = item.trainability.verdict, item.trainability.reasons
+    if version is None:
+        verdict, reasons = "untrainable", ["no_version" if claim is None else "unknown_version", *reasons]
+    exclusion = f"untrainable:{reasons[0]}" if verdict == "untrainable" else item.excluded_as
+    columns = item.columns()
+    return {name: getattr(columns, name) for name in _DOCUMENTS} | {
         "policy_id": item.policy_id,
         "trace_id": item.trace_id,
         "arrival": item.arrival,
-        "fingerprint": item.fingerprint,
+        "canonicaliser": item.canonicaliser,
+        "fingerprint": columns.fingerprint,
         "status": item.status,
-        "task_key": item.task_key,
+        "task_key": columns.task_key,
         "session_id": item.session_id,
-        "version": resolved.version,
-        "depth": resolved.depth,
-        "verdict": resolved.trainability.verdict,
-        "verdict_reasons": ",".join(resolved.trainability.reasons),
-        "state": "excluded" if resolved.reason else "waiting_reward",
-        "reason": resolved.reason or "no_grade",
+        "version": version,
+        "depth": depth,
+        "verdict": verdict,
+        "verdict_reasons": ",".join(reasons),
+        "state": "excluded" if exclusion else "waiting_reward",
+        "reason": exclusion or "no_grade",
     }
+
+
+def _encoded(rows: list[dict[str, Any]]) -> dict[str, arrays.Array]:
+    encoded = {
+        "policy_id": arrays.bigints(row["policy_id"] for row in rows),
+        "trace_id": arrays.texts(row["trace_id"] for row in rows),
+    }
+    encoded |= {name: encode([row[name] for row in rows]) for name, (_, encode) in _ARRIVING.items()}
+    return encoded | {name: arrays.byteas([row[name] for row in rows]) for name in _DOCUMENTS}

@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import Engine, text
 
 from service.database.engine import transaction
+from service.eligibility import Reward
 from service.ingest import grades, rollouts
 from service.ingest.formats import native
 from service.ingest.writer import Item, Writer
-from service.policies import Reward
 from service.schemas import Grade, Trace
 from tests.conftest import Api, MakePolicy
 from tests.documents import grade, trace
@@ -83,9 +83,7 @@ def items(policy_id: int) -> tuple[Item, Item]:
     new = rollouts.prepare(
         native.validate(Trace, posted), b"{}", policy_id=policy_id, policy="support", key=b"k"
     )
-    graded = grades.prepare(
-        native.validate(Grade, grade("t", 0.5)), policy_id=policy_id, rule=Reward()
-    )
+    graded = grades.prepare(native.validate(Grade, grade("t", 0.5)), policy_id=policy_id, rule=Reward())
     return new, graded
 
 

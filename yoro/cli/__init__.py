@@ -5,7 +5,7 @@ import sys
 import typer
 from rich.console import Console
 
-from yoro.cli import adapters, demo, keys, policies, processes, status
+from yoro.cli import adapters, baselines, demo, keys, policies, processes, retention, serve_sync, status
 from yoro.client import ApiError
 from yoro.pull import PullError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(policies.app, name="policy")
 app.add_typer(keys.app, name="keys")
-for module in (processes, status, adapters, demo):
+for module in (processes, status, adapters, baselines, retention, demo, serve_sync):
     module.register(app)
 
 

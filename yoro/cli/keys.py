@@ -21,25 +21,30 @@ def create(
     expires_in_days: Annotated[
         float | None, typer.Option(help="Life of the key; else it does not end.")
     ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Documents a second from it, an api process; else the server's default."),
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = "",
     data: Data = DEFAULT_DATA,
 ) -> None:
     """Create a key and print it, once."""
     with connect(url, key, data) as client:
-        made = client.create_key(name, role, policy or None, expires_in_days)
+        made = client.create_key(name, role, policy or None, expires_in_days, rate)
     print(made["key"])
 
 
 @app.command("list")
 def list_(url: Url = DEFAULT_URL, key: Key = "", data: Data = DEFAULT_DATA) -> None:
     """List keys by what is stored of them."""
-    table = Table("prefix", "name", "roles", "policies", "created", "expires", "revoked")
+    table = Table("prefix", "name", "roles", "policies", "rate", "created", "expires", "revoked")
     with connect(url, key, data) as client:
         for found in client.keys():  # noqa: SIM118 - no dictionary
             table.add_row(
                 found["prefix"], found["name"], ", ".join(found["roles"]),
                 "all" if found["policies"] is None else ", ".join(found["policies"]),
+                "" if found["rate_per_second"] is None else f"{found['rate_per_second']:g}/s",
                 found["created_at"], found["expires_at"] or "", found["revoked_at"] or "",
             )  # fmt: skip
     Console().print(table)

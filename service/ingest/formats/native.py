@@ -2,25 +2,28 @@
 
 Knows no database, no policy settings and no tokenizer: the verdict is provisional (design/training.md).
 The normalised document holds what the agent said and nothing about how it travelled, so that HTTP
-and Kafka deliveries of one trace agree. A change to it needs a new CANONICALISER number.
+and Kafka deliveries of one trace agree. A change to it is a new function with a new number in
+CANONICALISERS; the old ones stay, or honest retries would turn into conflicts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from service.errors import FieldError, Invalid
-from service.schemas import Trace
+from service.ingest.formats.strictjson import pointer_step
+from service.schemas import Message, Trace
 
-CANONICALISER = 1
-"""Version of `normalise`; stored with each fingerprint."""
 SKEW = timedelta(days=1)
 Verdict = Literal["exact", "ids", "text", "untrainable"]
 WireType = TypeVar("WireType", bound=BaseModel)
 _TRANSPORT = {"policy", "reward"}
+_WORKED_ON = _TRANSPORT | {
+    "policy_version", "messages", "sampling", "calls", "status", "started_at", "ended_at",
+}  # fmt: skip
 
 
 def validate(wire: type[WireType], document: Any) -> WireType:
@@ -34,20 +37,48 @@ def validate(wire: type[WireType], document: Any) -> WireType:
 def invalid(error: ValidationError) -> Invalid:
     """Return pydantic's findings as our error: a JSON pointer and a message each, the first twenty."""
     defects = [
-        FieldError("/" + "/".join(str(step) for step in defect["loc"]), defect["msg"])
+        FieldError("".join(f"/{pointer_step(step)}" for step in defect["loc"]), defect["msg"])
         for defect in error.errors(include_url=False, include_input=False)[:20]
     ]
     return Invalid("; ".join(f"{defect.pointer}: {defect.message}" for defect in defects[:3]), defects)
 
 
-def normalise(trace: Trace) -> dict[str, Any]:
-    """Return the canonical document: defaults left out, times in UTC, transport fields dropped."""
-    document = trace.model_dump(mode="json", exclude=_TRANSPORT, exclude_defaults=True)
-    for name in ("started_at", "ended_at"):
-        moment: datetime | None = getattr(trace, name)
+def _without_defaults(trace: Trace) -> dict[str, Any]:
+    """Leave out defaults and transport fields, put times in UTC."""
+    document: dict[str, Any] = {
+        name: value for name, value in trace.__dict__.items() if name not in _WORKED_ON and value
+    }
+    if trace.policy_version is not None:  # 0 is a version
+        document["policy_version"] = trace.policy_version
+    document["messages"] = [_message(message) for message in trace.messages]
+    if sampling := _given(trace.sampling):
+        document["sampling"] = sampling
+    if trace.calls:
+        document["calls"] = [_given(call) for call in trace.calls]
+    if trace.status != "completed":
+        document["status"] = trace.status
+    for name, moment in (("started_at", trace.started_at), ("ended_at", trace.ended_at)):
         if moment is not None:
             document[name] = in_utc(moment).isoformat()
     return document
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return _given(message) | (message.model_extra or {})
+
+
+def _given(part: BaseModel) -> dict[str, Any]:
+    return {name: value for name, value in part.__dict__.items() if value is not None}
+
+
+CANONICALISERS: Mapping[int, Callable[[Trace], dict[str, Any]]] = {1: _without_defaults}
+CANONICALISER = max(CANONICALISERS)
+"""Version of `normalise`; stored with each fingerprint."""
+
+
+def normalise(trace: Trace, version: int = CANONICALISER) -> dict[str, Any]:
+    """Return the canonical document, as the newest or an older canonicaliser makes it."""
+    return CANONICALISERS[version](trace)
 
 
 def in_utc(moment: datetime) -> datetime:

@@ -1,0 +1,86 @@
+"""`make bench-ingest`: the figures of intake, each beside its bound.
+
+    python -m benchmarks.ingest [--seconds 5] [--repeats 3] [--growth-rows 1000000]
+                                [--soak-seconds 600] [--kills 20] [--only PART]
+
+One api process, auth on, Postgres on the same cores with fsync and synchronous_commit on, documents of
+about 4 KB, load from wrk. Arms alternate, and ratios are taken run by run. Not measured here: MLflow and
+Phoenix side by side (see README.md).
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from benchmarks.intake import batch, crash, growth, servers, single, soak
+from benchmarks.report import Report
+
+PARTS = ("single", "batch", "crash", "growth", "soak")
+
+
+def main() -> int:
+    """Measure, print and write; return 1 where a figure falls short."""
+    asked = _arguments()
+    report = Report("ingest", "python -m benchmarks.ingest " + " ".join(sys.argv[1:]))
+    parts = asked.only or PARTS
+    for part in parts:
+        print(f"-- {part}", flush=True)
+        _MEASURES[part](report, asked)
+    return 0 if report.write() else 1
+
+
+def _single(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (where, stack):
+        api = stack.enter_context(servers.running(servers.start_api(where)))
+        bare = stack.enter_context(servers.running(servers.start_bare(where)))
+        single.measure(report, where, api, bare, seconds=asked.seconds, repeats=asked.repeats)
+
+
+def _batch(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (where, stack):
+        api = stack.enter_context(servers.running(servers.start_api(where)))
+        batch.measure(report, where, api, asked.seconds, asked.repeats)
+
+
+def _crash(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (where, _):
+        crash.measure(report, where, asked.kills, 500)
+
+
+def _growth(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (empty, stack):
+        grown = stack.enter_context(servers.installation())
+        growth.measure(
+            report, empty, grown, rows=asked.growth_rows, seconds=asked.seconds, repeats=asked.repeats
+        )
+
+
+def _soak(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (where, _):
+        soak.measure(report, where, asked.soak_seconds)
+
+
+_MEASURES = {"single": _single, "batch": _batch, "crash": _crash, "growth": _growth, "soak": _soak}
+
+
+@contextmanager
+def _started() -> Iterator[tuple[servers.Installation, ExitStack]]:
+    """Run an installation, with a stack for what runs over it."""
+    with ExitStack() as stack:
+        yield stack.enter_context(servers.installation()), stack
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run of each arm")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each arm")
+    parser.add_argument("--growth-rows", type=int, default=1_000_000)
+    parser.add_argument("--soak-seconds", type=float, default=600.0)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; repeatable")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
