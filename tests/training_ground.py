@@ -2,14 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from service.adapters.store import AdapterStore
+from service.batches import history
+from service.batches.history import Rewarded
 from service.batches.scheduler import Scheduler
 from service.database import policies
 from service.database.engine import transaction
@@ -99,6 +102,12 @@ def prepare_batches(engine: Engine, count: int, **changes: Any) -> int:
     add_rollouts(engine, policy_id, settings, count * BATCH)
     assert form_batches(engine) == count
     return policy_id
+
+
+def rewarded(connection: Connection, policy_id: int) -> Rewarded:
+    """Every rewarded rollout of the policy, as an estimator sees it."""
+    ids = history.window(connection, policy_id, cutoff=datetime.now(UTC), members=[], limit=1000)
+    return history.load(connection, ids, HashingEncoder.name)
 
 
 def chain(engine: Engine) -> list[dict[str, Any]]:

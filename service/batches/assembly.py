@@ -14,37 +14,47 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, text
 
-from service.baselines.estimators import Baselines, make_estimator
-from service.batches import history
+from service.baselines.estimators import Baselines
+from service.baselines.selection import Selection
+from service.batches import candidates, choices, counts, gates, history
+from service.batches.choices import Formed
+from service.batches.counts import Count
 from service.batches.history import Rewarded
+from service.batches.locks import ASSEMBLY, try_lock
 from service.policies import PolicySettings
 
 NEIGHBOURS_KEPT = 16
 """Heaviest neighbours stored a member; the count of the others is stored too."""
 NO_SIGNAL = 1e-9
 """Greatest |advantage| that still says nothing."""
-_LOCK_SPACE = 0x6261_7463  # "batc": apart from other advisory locks of the database
 
 _POLICY = text("""
-SELECT p.id, p.name, p.paused, p.settings_revision, s.document, l.head_version, l.head_depth, l.next_batch,
+SELECT p.id, p.name, p.paused, p.settings_revision, p.gate_epoch, s.document,
+       l.head_version, l.head_depth, l.next_batch, l.promoted_version, v.depth AS promoted_depth,
+       l.promotion_held,
        clock_timestamp() AS now,
-       (SELECT count(*) FROM batches b WHERE b.policy_id = p.id AND b.state = 'ready') AS ready_batches,
-       (SELECT min(ready_at) FROM rollouts r WHERE r.policy_id = p.id AND r.state = 'ready') AS oldest_ready
+       (SELECT count(*) FROM batches b WHERE b.policy_id = p.id AND b.state = 'ready') AS ready_batches
 FROM policies p
 JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
 JOIN lineages l ON l.policy_id = p.id
+JOIN policy_versions v ON v.policy_id = p.id AND v.version = l.promoted_version
 WHERE p.id = :policy
 """)
 
-_OLDEST = text("""
-SELECT id, task_key FROM rollouts
-WHERE policy_id = :policy AND state = 'ready' AND depth >= :least_depth AND task_key <> ALL(:taken)
-ORDER BY ready_at, id LIMIT :limit
+# Under the lock: nothing that the view rests on has changed since.
+_STILL_DUE = text("""
+SELECT NOT p.paused AND p.settings_revision = :revision AND l.head_version = :head
+       AND (SELECT count(*) FROM batches b WHERE b.policy_id = p.id AND b.state = 'ready') < :most
+FROM policies p JOIN lineages l ON l.policy_id = p.id WHERE p.id = :policy
 """)
 
-_LOCK_MEMBERS = text(
-    "SELECT id FROM rollouts WHERE id = ANY(:ids) AND state = 'ready' ORDER BY id FOR UPDATE"
-)
+# Skipping what a writer holds: its grade decides first, and the batch is formed a moment later.
+_LOCK_MEMBERS = text("""
+SELECT id FROM rollouts
+WHERE id = ANY(:ids) AND state = 'ready'
+  AND gate_epoch = (SELECT gate_epoch FROM policies WHERE id = :policy)
+ORDER BY id FOR UPDATE SKIP LOCKED
+""")
 
 _NEW_BATCH = text("""
 INSERT INTO batches (policy_id, number, state, outcome, size, settings_revision, estimator, parameters,
@@ -82,30 +92,55 @@ class Outlook:
     paused: bool
     revision: int
     settings: PolicySettings
+    head_version: int
+    promoted_version: int
     least_depth: int
+    ahead_of_promoted: int
+    """Steps from what serves to the head."""
+    promotion_held: bool
+    """Whether `promoted` was rolled back alone, so that no step moves it."""
     ready_batches: int
     oldest_ready_age_seconds: float | None
     now: datetime
+    counted: list[Count]
+    fresh: int
+    """Ready rollouts that are not stale, of whatever tasks."""
+    fresh_depths: list[int]
+    outdated: bool
+    """Whether ready rollouts still have to be evaluated under a changed rule."""
     candidates: list[int]
-    """Oldest ready rollouts of different tasks, at most one batch of them."""
+    """Fresh rollouts of different tasks, in the order in which they are taken, at most one batch."""
 
     @property
     def blocked_by(self) -> str:
         """Say in words why no batch is formed now; empty: one is due."""
         batching, ready = self.settings.batching, len(self.candidates)
-        if self.paused:
-            return "the policy is paused"
-        if self.ready_batches >= batching.max_ready_batches:
-            return f"{self.ready_batches} batch(es) wait for the trainer"
+        if obstacle := self._held_up():
+            return obstacle
         if ready >= batching.size:
             return ""
         if batching.max_wait_seconds is None or ready < batching.min_size:
-            return f"needs {self._short_of(batching.size)} more rewarded tasks"
+            return f"needs {batching.size - ready} more rewarded tasks"
         wait = batching.max_wait_seconds - (self.oldest_ready_age_seconds or 0.0)
         return f"a partial batch of {ready} goes in {wait:.0f} s" if wait > 0 else ""
 
-    def _short_of(self, size: int) -> int:
-        return size - len(self.candidates)
+    def _held_up(self) -> str:
+        """Say what keeps even a full batch from being formed."""
+        promotion = self.settings.promotion
+        if self.paused:
+            return "the policy is paused"
+        if self.ready_batches >= self.settings.batching.max_ready_batches:
+            return f"{self.ready_batches} batch(es) wait for the trainer"
+        waits = promotion.mode != "auto" or self.promotion_held
+        if waits and self._ahead() >= promotion.max_ahead_of_promoted:
+            return (
+                f"training is {self._ahead()} version(s) ahead of version {self.promoted_version}, which "
+                f"serves: promote version {self.head_version}"
+            )
+        return "rollouts are being evaluated under the changed rule" if self.outdated else ""
+
+    def _ahead(self) -> int:
+        return self.ahead_of_promoted + self.ready_batches
 
 
 def outlook(connection: Connection, policy_id: int) -> Outlook:
@@ -113,11 +148,22 @@ def outlook(connection: Connection, policy_id: int) -> Outlook:
     row = connection.execute(_POLICY, {"policy": policy_id}).one()
     settings = PolicySettings.model_validate(row.document)
     least_depth = row.head_depth - settings.batching.max_staleness
-    age = None if row.oldest_ready is None else (row.now - row.oldest_ready).total_seconds()
-    candidates = _oldest_tasks(connection, policy_id, least_depth, settings.batching.size)
+    counted = counts.read(connection, policy_id)
+    fresh = [count for count in counted if count.state == "ready" and count.depth >= least_depth]
+    depths = sorted({count.depth for count in fresh})
+    chosen, oldest = candidates.choose(
+        connection, policy_id, depths, settings.batching.size,
+        newest=settings.batching.overload.take == "newest",
+    )  # fmt: skip
     return Outlook(
-        row.id, row.name, row.paused, row.settings_revision, settings, least_depth, row.ready_batches, age,
-        row.now, candidates,
+        policy_id=row.id, policy=row.name, paused=row.paused, revision=row.settings_revision,
+        settings=settings, head_version=row.head_version, promoted_version=row.promoted_version,
+        least_depth=least_depth, ahead_of_promoted=row.head_depth - row.promoted_depth,
+        promotion_held=row.promotion_held,
+        ready_batches=row.ready_batches, now=row.now, counted=counted,
+        oldest_ready_age_seconds=None if oldest is None else (row.now - oldest).total_seconds(),
+        fresh=sum(count.amount for count in fresh), fresh_depths=depths,
+        outdated=gates.is_outdated(connection, policy_id), candidates=chosen,
     )  # fmt: skip
 
 
@@ -126,59 +172,42 @@ def needed_rollouts(connection: Connection, view: Outlook) -> list[int]:
     return [*view.candidates, *_window(connection, view, view.candidates)]
 
 
-def assemble(connection: Connection, view: Outlook, encoder: str) -> int | None:
-    """Form one batch from the view's candidates and return its id.
+def assemble(connection: Connection, view: Outlook, encoder: str) -> Formed | None:
+    """Form one batch from the view's candidates.
 
-    Returns None when another scheduler is at this policy or took a candidate. Raises
-    EmbeddingMissing when the cache lacks a vector: embed and try again.
+    Returns None when another scheduler is at this policy or took a candidate, or a writer holds one.
+    Raises EmbeddingMissing when the cache lacks a vector: embed and try again.
     """
-    locked = connection.execute(
-        text("SELECT pg_try_advisory_xact_lock(:space, :policy)"),
-        {"space": _LOCK_SPACE, "policy": view.policy_id},
-    ).scalar_one()
-    held = (
-        set(connection.execute(_LOCK_MEMBERS, {"ids": sorted(view.candidates)}).scalars())
-        if locked
-        else set()
-    )
-    if not view.candidates or held != set(view.candidates):
+    if not view.candidates or not try_lock(connection, ASSEMBLY, view.policy_id):
+        return None
+    if not _still_due(connection, view):
+        return None
+    wanted = {"ids": sorted(view.candidates), "policy": view.policy_id}
+    if set(connection.execute(_LOCK_MEMBERS, wanted).scalars()) != set(view.candidates):
         return None
     members = history.load(connection, view.candidates, encoder)
     past = history.load(connection, _window(connection, view, view.candidates), encoder)
-    baselines = estimate(view.settings, members, past)
-    return _store(connection, view, members, past, baselines)
+    state = choices.load(connection, view.policy_id)
+    made = estimate(view.settings, state, members, past)
+    batch_id, number = _store(connection, view, members, past, made)
+    return Formed(batch_id, view.policy_id, number, members, past, state)
 
 
-def estimate(settings: PolicySettings, members: Rewarded, past: Rewarded) -> Baselines:
-    """Compute the batch's baselines by the policy's estimator; `leave_one_out` while history is short."""
-    chosen = settings.baseline
-    name = chosen.estimator
-    if name == "embedding_softmax" and len(past.ids) < chosen.minimum_history:
-        name = "leave_one_out"
-    parameters = {"temperature": chosen.temperature} if name == "embedding_softmax" else {}
-    return make_estimator(name, **parameters).predict(members.scored, past.scored)
+def _still_due(connection: Connection, view: Outlook) -> bool:
+    due: bool = connection.execute(
+        _STILL_DUE,
+        {
+            "policy": view.policy_id, "revision": view.revision, "head": view.head_version,
+            "most": view.settings.batching.max_ready_batches,
+        },
+    ).scalar_one()  # fmt: skip
+    return due
 
 
-def _oldest_tasks(connection: Connection, policy_id: int, least_depth: int, size: int) -> list[int]:
-    """Return the oldest ready rollout of each of up to `size` tasks, oldest first."""
-    chosen: dict[str, int] = {}
-    while len(chosen) < size:
-        limit = 2 * size
-        rows = connection.execute(
-            _OLDEST,
-            {
-                "policy": policy_id,
-                "least_depth": least_depth,
-                "taken": list(chosen),
-                "limit": limit,
-            },
-        ).all()
-        for row in rows:
-            if len(chosen) < size:
-                chosen.setdefault(row.task_key, row.id)
-        if len(rows) < limit:
-            break
-    return list(chosen.values())
+def estimate(settings: PolicySettings, state: Selection, members: Rewarded, past: Rewarded) -> Baselines:
+    """Compute the batch's baselines by the estimator that the settings, or `auto`'s state, name."""
+    estimator = choices.estimator(settings.baseline, state, len(past.ids))
+    return estimator.predict(members.scored, past.scored)
 
 
 def _window(connection: Connection, view: Outlook, members: Sequence[int]) -> list[int]:
@@ -186,11 +215,14 @@ def _window(connection: Connection, view: Outlook, members: Sequence[int]) -> li
     return history.window(connection, view.policy_id, cutoff=view.now, members=members, limit=limit)
 
 
-def _store(connection: Connection, view: Outlook, members: Rewarded, past: Rewarded, made: Baselines) -> int:
+def _store(
+    connection: Connection, view: Outlook, members: Rewarded, past: Rewarded, made: Baselines
+) -> tuple[int, int]:
+    """Insert batch and members; return the batch's id and number."""
     rewards = members.scored.rewards
     advantages = rewards - made.values
     silent = bool(np.all(np.abs(advantages) < NO_SIGNAL))
-    number = connection.execute(_NEXT_NUMBER, {"policy": view.policy_id}).scalar_one()
+    number: int = connection.execute(_NEXT_NUMBER, {"policy": view.policy_id}).scalar_one()
     batch_id: int = connection.execute(
         _NEW_BATCH,
         {
@@ -212,7 +244,7 @@ def _store(connection: Connection, view: Outlook, members: Rewarded, past: Rewar
     )  # fmt: skip
     state, reason = ("excluded", "no_signal") if silent else ("batched", f"batch {number}")
     connection.execute(_MARK, {"state": state, "reason": reason, "ids": members.ids})
-    return batch_id
+    return batch_id, number
 
 
 def _parameters(view: Outlook, past: Rewarded, made: Baselines) -> dict[str, Any]:

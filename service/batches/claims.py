@@ -4,7 +4,7 @@ Invariants: only the lease's holder claims; what is fixed at the first claim (LÌ
 one, so that a repeated step is the same step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -45,7 +45,8 @@ SELECT sum(policy_tokens)::float8 / nullif(sum(trainable), 0) FROM (
 """)
 
 _FOLDERS = text("""
-SELECT version, folder FROM policy_versions WHERE policy_id = :policy AND version = ANY(:versions)
+SELECT version, folder, manifest_sha256 FROM policy_versions
+WHERE policy_id = :policy AND version = ANY(:versions) AND files_removed_at IS NULL
 """)
 
 _TAKE = text("""
@@ -82,7 +83,10 @@ class ClaimedBatch:
     head: Head
     members: tuple[ClaimedMember, ...]
     folders: dict[int, str | None]
-    """Folder in the adapter store by version: the head's and those that sampled members."""
+    """Folder in the adapter store by version: the head's and those that sampled members; not those whose
+    files retention has removed."""
+    manifests: dict[int, str | None] = field(default_factory=dict)
+    """sha256 of their manifests, by which a folder swapped for another is found."""
 
 
 def claim_batch(engine: Engine, lease: Lease) -> ClaimedBatch | None:
@@ -123,12 +127,13 @@ def _claimed(
     ).scalar_one()
     claimed = tuple(_member(row) for row in members)
     versions = sorted({head.version}.union(*(_versions(member) for member in claimed)))
-    folders = connection.execute(_FOLDERS, {"policy": lease.policy_id, "versions": versions})
+    stored = connection.execute(_FOLDERS, {"policy": lease.policy_id, "versions": versions}).all()
     return ClaimedBatch(
         id=batch.id, number=batch.number, policy=batch.policy, size=batch.size, attempt=attempt,
         failures=batch.failures, deaths=deaths, tokens_per_rollout=tokens, settings=settings, head=head,
         members=claimed,
-        folders={row.version: row.folder for row in folders},
+        folders={row.version: row.folder for row in stored},
+        manifests={row.version: row.manifest_sha256 for row in stored},
     )  # fmt: skip
 
 

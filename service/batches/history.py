@@ -41,9 +41,14 @@ WHERE f.rollout_id = ANY(:ids) AND e.text_digest IS NULL
 """)
 
 _REMEMBER = text("""
+WITH kept AS (
+    -- an erasure of one of these waits for this transaction, or has removed the row already
+    SELECT text_digest FROM rollout_features WHERE rollout_id = ANY(:ids) ORDER BY rollout_id FOR KEY SHARE
+)
 INSERT INTO embeddings (text_digest, encoder, vector)
 SELECT digest, :encoder, vector
 FROM unnest(CAST(:digests AS bytea[]), CAST(:vectors AS bytea[])) AS new (digest, vector)
+WHERE digest IN (SELECT text_digest FROM kept)
 ORDER BY digest ON CONFLICT DO NOTHING
 """)
 
@@ -76,26 +81,32 @@ def load(connection: Connection, ids: Sequence[int], encoder: str) -> Rewarded:
     if any(row.vector is None for row in rows):
         raise EmbeddingMissing
     rewards = np.array([row.reward for row in rows], dtype=np.float64)
-    return Rewarded([row.id for row in rows], Scored([_task(row) for row in rows], rewards))
+    inflate = zstandard.ZstdDecompressor()  # making one costs more than what it inflates here
+    return Rewarded([row.id for row in rows], Scored([_task(row, inflate) for row in rows], rewards))
 
 
 def missing_texts(connection: Connection, ids: Sequence[int], encoder: str) -> dict[bytes, str]:
     """Return the feature texts of these rollouts that the cache has no vector of, by digest."""
     rows = connection.execute(_MISSING, {"ids": list(ids), "encoder": encoder})
-    return {row.text_digest: _features(row.features).text for row in rows}
+    inflate = zstandard.ZstdDecompressor()
+    return {row.text_digest: _features(row.features, inflate).text for row in rows}
 
 
-def remember(connection: Connection, encoder: str, vectors: dict[bytes, bytes]) -> None:
-    """Put vectors into the cache; another scheduler's are as good."""
+def remember(connection: Connection, ids: Sequence[int], encoder: str, vectors: dict[bytes, bytes]) -> None:
+    """Put vectors of these rollouts' texts into the cache, unless they were erased meanwhile."""
     connection.execute(
-        _REMEMBER, {"encoder": encoder, "digests": list(vectors), "vectors": list(vectors.values())}
-    )
+        _REMEMBER,
+        {
+            "ids": list(ids), "encoder": encoder, "digests": list(vectors),
+            "vectors": list(vectors.values()),
+        },
+    )  # fmt: skip
 
 
-def _task(row: Row[tuple[object, ...]]) -> Task:
+def _task(row: Row[tuple[object, ...]], inflate: zstandard.ZstdDecompressor) -> Task:
     packed: bytes = row.prompt_digests
     return Task(
-        features=_features(row.features),
+        features=_features(row.features, inflate),
         embedding=np.frombuffer(row.vector, dtype="<f4"),
         task_key=row.task_key,
         session_id=row.session_id,
@@ -108,5 +119,5 @@ def _task(row: Row[tuple[object, ...]]) -> Task:
     )
 
 
-def _features(stored: bytes) -> TaskFeatures:
-    return TaskFeatures(**orjson.loads(zstandard.ZstdDecompressor().decompress(stored)))
+def _features(stored: bytes, inflate: zstandard.ZstdDecompressor) -> TaskFeatures:
+    return TaskFeatures(**orjson.loads(inflate.decompress(stored)))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, text
 
+from service.batches import gates
 from service.batches.leases import Lease, hold
 from service.database.engine import transaction
 from service.errors import LeaseLost
@@ -25,9 +26,14 @@ VALUES (:policy, :version, :parent, :depth, :batch, :token, :folder, CAST(:manif
         :manifest_sha256, :adapter_sha256, :tainted)
 """)
 
+# Promotion is by the settings of now, not those that the batch was formed under.
 _ADVANCE = text("""
-UPDATE lineages SET head_version = :version, head_depth = :depth, next_version = :version + 1,
-    promoted_version = :version WHERE policy_id = :policy
+UPDATE lineages l SET head_version = :version, head_depth = :depth, next_version = :version + 1,
+    promoted_version = CASE WHEN coalesce(s.document #>> '{promotion,mode}', 'auto') = 'auto'
+                                 AND NOT l.promotion_held
+                            THEN :version ELSE l.promoted_version END
+FROM policies p JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
+WHERE l.policy_id = :policy AND p.id = l.policy_id
 """)
 
 _END_BATCH = text("""
@@ -36,9 +42,21 @@ UPDATE batches SET state = :state, outcome = :outcome, policy_tokens = :tokens, 
 WHERE id = :batch AND state = 'ready' RETURNING id
 """)
 
-_ERASED = text("""
-SELECT r.id FROM batch_members m JOIN rollouts r ON r.id = m.rollout_id
+# What makes a version tainted at birth: it inherits, or a member's trace or grade went bad meanwhile.
+_TAINTS = text("""
+SELECT unnest(tainted) FROM policy_versions WHERE policy_id = :policy AND version = :parent
+UNION
+SELECT 'erased rollout ' || r.id FROM batch_members m JOIN rollouts r ON r.id = m.rollout_id
 WHERE m.batch_id = :batch AND m.live AND r.erased_at IS NOT NULL
+UNION
+SELECT 'quarantined grader ' || g.grader
+FROM batch_members m
+JOIN rollouts r ON r.id = m.rollout_id
+JOIN grades g ON g.id = ANY(r.reward_grades)
+JOIN grader_quarantines q ON q.policy_id = r.policy_id AND q.grader = g.grader AND q.lifted_at IS NULL
+    AND (q.since IS NULL OR coalesce(g.graded_at, g.received_at) >= q.since)
+WHERE m.batch_id = :batch AND m.live
+ORDER BY 1
 """)
 
 _LOCK_MEMBERS = text("""
@@ -61,14 +79,16 @@ FROM batch_members m WHERE m.batch_id = :batch AND m.live AND r.id = m.rollout_i
 """)
 
 _REJECTED = text("""
-UPDATE rollouts r SET state = 'excluded', reason = m.reason, verdict = 'untrainable'
+UPDATE rollouts r SET state = 'excluded', verdict = 'untrainable',
+    reason = CASE WHEN r.erased_at IS NULL THEN m.reason ELSE 'erased' END
 FROM batch_members m
 WHERE m.batch_id = :batch AND NOT m.live AND m.reason LIKE 'untrainable:%' AND r.id = m.rollout_id
   AND r.state = 'batched'
 """)
 
 _UNTRAINED = text("""
-UPDATE rollouts r SET state = 'excluded', reason = :outcome
+UPDATE rollouts r SET state = 'excluded',
+    reason = CASE WHEN r.erased_at IS NULL THEN :outcome ELSE 'erased' END
 FROM batch_members m WHERE m.batch_id = :batch AND m.live AND r.id = m.rollout_id AND r.state = 'batched'
 """)
 
@@ -80,9 +100,11 @@ WHERE id = :batch AND state = 'ready'
 """)
 
 _BACK_TO_READY = text("""
-UPDATE rollouts r SET state = 'ready', reason = ''
+UPDATE rollouts r SET state = CASE WHEN r.erased_at IS NULL THEN 'ready' ELSE 'excluded' END,
+    reason = CASE WHEN r.erased_at IS NULL THEN '' ELSE 'erased' END
 FROM batch_members m
-WHERE m.batch_id = :batch AND m.live AND r.id = m.rollout_id AND r.state = 'batched' AND r.erased_at IS NULL
+WHERE m.batch_id = :batch AND m.live AND r.id = m.rollout_id AND r.state = 'batched'
+RETURNING r.id
 """)
 
 _FAIL = text("""
@@ -97,9 +119,10 @@ UPDATE batch_members SET live = false, reason = 'poison: ' || left(:diagnosis, 5
 WHERE batch_id = :batch AND rollout_id = ANY(:ids)
 """)
 
-_POISONED = text(
-    "UPDATE rollouts SET state = 'excluded', reason = 'poison' WHERE id = ANY(:ids) AND state = 'batched'"
-)
+_POISONED = text("""
+UPDATE rollouts SET state = 'excluded', reason = CASE WHEN erased_at IS NULL THEN 'poison' ELSE 'erased' END
+WHERE id = ANY(:ids) AND state = 'batched'
+""")
 
 _COMMITTED = text("SELECT version FROM policy_versions WHERE batch_id = :batch AND fencing_token = :token")
 
@@ -155,7 +178,10 @@ def commit_step(engine: Engine, lease: Lease, step: Step) -> None:
         if head.version != step.parent or head.next_version != step.version:
             raise LeaseLost(f"The head is version {head.version}, not {step.parent}")
         connection.execute(_LOCK_MEMBERS, {"batch": step.batch_id})
-        erased = list(connection.execute(_ERASED, {"batch": step.batch_id}).scalars())
+        taints = connection.execute(
+            _TAINTS, {"policy": lease.policy_id, "parent": step.parent, "batch": step.batch_id}
+        )
+        tainted = list(taints.scalars())
         _judge(connection, step.batch_id, step.record)
         _end(connection, step.batch_id, "trained", "", step.record)
         files = step.published
@@ -166,7 +192,7 @@ def commit_step(engine: Engine, lease: Lease, step: Step) -> None:
                 **made, "parent": step.parent, "batch": step.batch_id, "token": lease.token,
                 "folder": files.folder, "manifest": json.dumps(files.manifest),
                 "manifest_sha256": files.manifest_sha256, "adapter_sha256": files.adapter_sha256,
-                "tainted": [f"erased rollout {rollout}" for rollout in erased],
+                "tainted": tainted,
             },
         )  # fmt: skip
         connection.execute(_TRAINED, {"batch": step.batch_id, "version": str(step.version)})
@@ -224,11 +250,15 @@ def pause_policy(engine: Engine, lease: Lease) -> None:
 
 
 def dissolve(connection: Connection, batch_id: int, reason: str) -> None:
-    """Give a ready batch's members back. Runs in the caller's transaction, which holds the lineage."""
+    """Give a ready batch's members back. Runs in the caller's transaction, which holds the lineage.
+
+    What came too late for this batch (grades, voids, rule changes, quarantines) counts for the next.
+    """
     connection.execute(_LOCK_MEMBERS, {"batch": batch_id})
     connection.execute(_DISSOLVE, {"batch": batch_id, "reason": reason})
-    connection.execute(_BACK_TO_READY, {"batch": batch_id})
+    returned = sorted(connection.execute(_BACK_TO_READY, {"batch": batch_id}).scalars())
     connection.execute(_LET_GO, {"batch": batch_id})
+    gates.evaluate(connection, returned)
 
 
 def _judge(connection: Connection, batch_id: int, record: Record) -> None:

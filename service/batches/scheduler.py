@@ -1,4 +1,4 @@
-"""The scheduler's loop: due gates, missing embeddings, assembly, a policy at a time.
+"""The scheduler's loop: due gates, expiry, overload, missing embeddings, assembly, a policy at a time.
 
 Any number may run: assembly is locked a policy at a time inside one transaction, everything else is
 idempotent. One dying costs the others nothing. Vectors are computed before the transaction that
@@ -6,20 +6,25 @@ uses them, so no lock is held while a model runs.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 from service import telemetry
-from service.batches import assembly, gates, history
+from service.batches import alerts, assembly, choices, counts, expiry, gates, history, overload
 from service.batches.assembly import Outlook
+from service.batches.locks import ASSEMBLY, try_lock
 from service.database.engine import transaction
 from service.errors import Unavailable
 
-_POLICIES = text("SELECT id FROM policies WHERE NOT paused ORDER BY id")
+WATCH_SECONDS = 5.0
+"""Time between two looks for alerts."""
+
+_POLICIES = text("SELECT id FROM policies ORDER BY id")
 
 
 class TextEncoder(Protocol):
@@ -43,6 +48,7 @@ class Scheduler:
         self._engine = engine
         self._encoder = encoder
         self._interval = interval_seconds
+        self._watched_at: dict[int, float] = {}
         self._log = telemetry.logger()
 
     def run(self, stop: threading.Event) -> None:
@@ -57,11 +63,46 @@ class Scheduler:
                 stop.wait(self._interval)
 
     def tick(self) -> int:
-        """Look once at every policy; return how many batches were formed."""
+        """Look once at every policy; return how many batches were formed.
+
+        One batch a policy and look: a policy with much to train cannot keep the others waiting.
+        """
         with transaction(self._engine) as connection:
             gates.evaluate_due(connection)
+            counts.fold(connection)
             policies = list(connection.execute(_POLICIES).scalars())
-        return sum(self._form(policy) for policy in policies)
+        return sum(self._serve(policy) for policy in policies)
+
+    def _serve(self, policy_id: int) -> int:
+        """Do all that is due for one policy; its defects are logged and cost the others nothing."""
+        try:
+            self._tidy(policy_id)
+            return self._form(policy_id)
+        except Unavailable:
+            raise
+        except Exception as error:
+            self._log.error("policy_not_scheduled", policy_id=policy_id, exc_info=error)
+            return 0
+
+    def _tidy(self, policy_id: int) -> None:
+        """Evaluate what a change outdated, expire, leave out what is too much, watch for trouble."""
+        with transaction(self._engine) as connection:
+            gates.evaluate_policy(connection, policy_id)
+            view = assembly.outlook(connection, policy_id)
+            expiry.expire(connection, policy_id, view.settings.reward)
+            self._watch(connection, view)
+        if overload.is_too_much(view.settings, view.fresh):
+            with transaction(self._engine) as connection:
+                if try_lock(connection, ASSEMBLY, policy_id):
+                    view = assembly.outlook(connection, policy_id)
+                    overload.leave_out(connection, policy_id, view.settings, view.fresh_depths, view.fresh)
+
+    def _watch(self, connection: Connection, view: Outlook) -> None:
+        """Raise and clear alerts, which need no more than a look every few seconds."""
+        now = time.monotonic()
+        if now - self._watched_at.get(view.policy_id, -WATCH_SECONDS) >= WATCH_SECONDS:
+            self._watched_at[view.policy_id] = now
+            alerts.keep(connection, view, alerts.find(connection, view))
 
     def _form(self, policy_id: int) -> int:
         with transaction(self._engine) as connection:
@@ -70,28 +111,30 @@ class Scheduler:
             missing = history.missing_texts(connection, needed, self._encoder.name)
         if view.blocked_by:
             return 0
-        self._embed(missing)
+        self._embed(needed, missing)
         return self._assemble(view)
 
     def _assemble(self, view: Outlook) -> int:
         try:
             with transaction(self._engine) as connection:
-                batch = assembly.assemble(connection, view, self._encoder.name)
+                formed = assembly.assemble(connection, view, self._encoder.name)
         except history.EmbeddingMissing:
             return 0  # history moved on meanwhile; the next look embeds it
-        if batch is None:
+        if formed is None:
             return 0
         telemetry.BATCHES.labels(view.policy).inc()
-        self._log.info("batch_formed", policy=view.policy, batch=batch, size=len(view.candidates))
+        self._log.info("batch_formed", policy=view.policy, batch=formed.number, size=len(view.candidates))
+        choices.observe(self._engine, formed)
         return 1
 
-    def _embed(self, missing: dict[bytes, str]) -> None:
+    def _embed(self, rollouts: Sequence[int], missing: dict[bytes, str]) -> None:
         if not missing:
             return
         vectors = self._encoder.encode(list(missing.values())).astype("<f4")
         with transaction(self._engine) as connection:
             history.remember(
                 connection,
+                rollouts,
                 self._encoder.name,
                 {digest: vector.tobytes() for digest, vector in zip(missing, vectors, strict=True)},
             )

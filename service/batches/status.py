@@ -1,7 +1,7 @@
 """The answer to "why is nothing training?": counts by gate, the next batch, the trainer, the last step.
 
-Reads only; every number is counted from the rows that decide, and `blocked_by` comes from the very
-function that assembly asks.
+Reads only, and costs the same with a thousand rollouts as with a million: counts are maintained
+(counts.py), ages are index probes. `blocked_by` comes from the very function that assembly asks.
 """
 
 from collections import defaultdict
@@ -9,46 +9,35 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from service.batches import assembly
+from service.batches import alerts, assembly
+from service.batches.assembly import Outlook
 from service.database.tables import ROLLOUT_STATES
 
-# Staleness is derived from the head's depth here, as assembly does; no row says it.
-_COUNTS = text("""
-SELECT CASE WHEN r.state = 'ready' AND r.depth < l.head_depth - :staleness THEN 'excluded'
-            ELSE r.state END AS state,
-       CASE WHEN r.state = 'ready' AND r.depth < l.head_depth - :staleness THEN 'stale'
-            WHEN r.state = 'batched' OR (r.state = 'trained' AND r.reason LIKE 'version %') THEN ''
-            ELSE r.reason END AS reason,
-       count(*) AS rollouts
-FROM rollouts r JOIN lineages l ON l.policy_id = r.policy_id
-WHERE r.policy_id = :policy AND r.state IS NOT NULL
-GROUP BY 1, 2
-""")
-
-_ORPHANS = text("""
-SELECT count(*) FROM grades g JOIN rollouts r ON r.id = g.rollout_id
-WHERE r.policy_id = :policy AND r.state IS NULL AND g.current
-""")
-
-_LINEAGE = text("""
-SELECT head_version, head_depth, promoted_version, holder, activity,
-       expires_at > clock_timestamp() AS held,
-       extract(epoch FROM clock_timestamp() - heartbeat_at)::float8 AS heartbeat_age
-FROM lineages WHERE policy_id = :policy
-""")
-
-_READY_BATCH = text("""
-SELECT number, claimed_token IS NOT NULL AS claimed, diagnosis FROM batches
-WHERE policy_id = :policy AND state = 'ready' ORDER BY number LIMIT 1
+# One round trip for all that is one row: a busy machine makes each of them wait.
+_PRESENT = text("""
+SELECT l.head_version, l.promoted_version, l.holder, l.activity, l.expires_at > clock_timestamp() AS held,
+       extract(epoch FROM clock_timestamp() - l.heartbeat_at)::float8 AS heartbeat_age,
+       b.number AS batch, b.claimed_token IS NOT NULL AS claimed, coalesce(b.diagnosis, '') AS diagnosis,
+       (SELECT estimator FROM batches e WHERE e.policy_id = l.policy_id ORDER BY e.number DESC LIMIT 1)
+           AS estimator,
+       extract(epoch FROM clock_timestamp() - (
+           SELECT received_at FROM rollouts r WHERE r.policy_id = l.policy_id AND r.state = 'waiting_reward'
+           ORDER BY received_at, id LIMIT 1))::float8 AS oldest_waiting_reward,
+       extract(epoch FROM clock_timestamp() - (
+           SELECT seen_at FROM rollouts r WHERE r.policy_id = l.policy_id AND r.state IS NULL
+           ORDER BY seen_at LIMIT 1))::float8 AS oldest_waiting_for_trace
+FROM lineages l
+LEFT JOIN LATERAL (
+    SELECT number, claimed_token, diagnosis FROM batches
+    WHERE policy_id = l.policy_id AND state = 'ready' ORDER BY number LIMIT 1) AS b ON true
+WHERE l.policy_id = :policy
 """)
 
 _LAST = text("""
 SELECT b.number, b.outcome, b.metrics, b.ended_at, v.version FROM batches b
 LEFT JOIN policy_versions v ON v.batch_id = b.id
-WHERE b.policy_id = :policy AND b.state IN ('trained', 'no_step') ORDER BY b.ended_at DESC LIMIT 1
+WHERE b.policy_id = :policy AND b.state IN ('trained', 'no_step') ORDER BY b.number DESC LIMIT 1
 """)
-
-_LAST_ESTIMATOR = text("SELECT estimator FROM batches WHERE policy_id = :policy ORDER BY number DESC LIMIT 1")
 
 # B_eff(b) / B_eff(leave-one-out mean) = sum (r - m)^2 / sum (r - b)^2, over the last trained batches;
 # m_i = (sum r - r_i) / (n - 1) within the batch (design/baselines.md, Setting).
@@ -67,19 +56,21 @@ B_EFF_BATCHES = 32
 def policy_status(connection: Connection, policy_id: int) -> dict[str, Any]:
     """Return the status document of design/api.md."""
     view = assembly.outlook(connection, policy_id)
-    lineage = connection.execute(_LINEAGE, {"policy": policy_id}).one()
-    batch = connection.execute(_READY_BATCH, {"policy": policy_id}).one_or_none()
-    rollouts, reasons = _counts(connection, policy_id, view.settings.batching.max_staleness)
+    present = connection.execute(_PRESENT, {"policy": policy_id}).one()
+    rollouts, reasons = gate_counts(view)
+    found = alerts.find(connection, view)
     return {
         "policy": view.policy,
         "paused": view.paused,
         "settings_revision": view.revision,
-        "head_version": lineage.head_version,
-        "promoted_version": lineage.promoted_version,
-        "trainer": _trainer(lineage, batch),
+        "head_version": present.head_version,
+        "promoted_version": present.promoted_version,
+        "trainer": _trainer(present),
         "rollouts": rollouts,
         "reasons": reasons,
-        "grades_waiting_for_trace": connection.execute(_ORPHANS, {"policy": policy_id}).scalar_one(),
+        **_grades(view),
+        "oldest_waiting_reward_age_s": present.oldest_waiting_reward,
+        "oldest_grade_waiting_for_trace_age_s": present.oldest_waiting_for_trace,
         "next_batch": {
             "size": view.settings.batching.size,
             "ready_tasks": len(view.candidates),
@@ -87,10 +78,11 @@ def policy_status(connection: Connection, policy_id: int) -> dict[str, Any]:
             "oldest_ready_age_s": view.oldest_ready_age_seconds,
         },
         "baseline": {
-            "in_use": connection.execute(_LAST_ESTIMATOR, {"policy": policy_id}).scalar_one_or_none(),
+            "in_use": present.estimator,
             "b_eff_ratio": b_eff_ratio(connection, policy_id),
         },
         "last_step": _last_step(connection, policy_id),
+        "alerts": [{"code": alert.code, "detail": alert.detail} for alert in found],
     }
 
 
@@ -100,25 +92,47 @@ def b_eff_ratio(connection: Connection, policy_id: int, batches: int = B_EFF_BAT
     return None if found is None else float(found)
 
 
-def _counts(
-    connection: Connection, policy_id: int, staleness: int
-) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+def gate_counts(view: Outlook) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Return rollouts by state, and by reason within it; ready ones that are too old count as stale."""
     rollouts = dict.fromkeys(ROLLOUT_STATES, 0)
-    reasons: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for row in connection.execute(_COUNTS, {"policy": policy_id, "staleness": staleness}):
-        rollouts[row.state] += row.rollouts
-        if row.reason:
-            reasons[row.state][row.reason] = row.rollouts
-    return rollouts, dict(reasons)
+    reasons: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for count in view.counted:
+        stale = count.state == "ready" and count.depth < view.least_depth
+        state, reason = ("excluded", "stale") if stale else (count.state, count.reason)
+        if state in rollouts:
+            rollouts[state] += count.amount
+            if reason:
+                reasons[state][reason] += count.amount
+    return rollouts, {state: dict(of) for state, of in reasons.items()}
 
 
-def _trainer(lineage: Any, batch: Any) -> dict[str, Any]:
+def _grades(view: Outlook) -> dict[str, Any]:
+    amounts = {count.state: count.amount for count in view.counted}
     return {
-        "state": lineage.activity if lineage.held else "absent",
-        "batch": batch.number if batch is not None and batch.claimed else None,
-        "lease_holder": lineage.holder if lineage.held else None,
-        "heartbeat_age_s": lineage.heartbeat_age,
-        "diagnosis": batch.diagnosis if batch is not None else "",
+        "grades_waiting_for_trace": amounts.get("waiting_for_trace", 0),
+        "grades_expired_without_trace": amounts.get("expired_grades", 0),
+        "late_grades": amounts.get("late_grades", 0),
+        "graders": [
+            {
+                "grader": count.reason,
+                "grades": count.amount,
+                "last_grade_age_s": None
+                if count.last_at is None
+                else (view.now - count.last_at).total_seconds(),
+            }
+            for count in view.counted
+            if count.state == "grader"
+        ],
+    }
+
+
+def _trainer(present: Any) -> dict[str, Any]:
+    return {
+        "state": present.activity if present.held else "absent",
+        "batch": present.batch if present.claimed else None,
+        "lease_holder": present.holder if present.held else None,
+        "heartbeat_age_s": present.heartbeat_age,
+        "diagnosis": present.diagnosis,
     }
 
 

@@ -1,4 +1,4 @@
-"""`yoro calibrate | group-size`: which baseline is best, and whether groups would be better still.
+"""`yoro calibrate | bakeoff | group-size`: which baseline is best, and whether groups would be better still.
 
 Files, tables and pictures; the measuring itself is `service.baselines`.
 """
@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
+
 if TYPE_CHECKING:
     from service.baselines.calibration import ReplayedBatch, Score
     from service.baselines.calibration_sets import CalibrationSet
@@ -26,6 +28,7 @@ SCORED_BATCHES = 200
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
     app.command()(calibrate)
+    app.command()(bakeoff)
     app.command("group-size")(group_size)
 
 
@@ -140,6 +143,26 @@ def draw(report: Mapping[str, Any], path: Path, *, title: str) -> None:
     axes.legend(loc="lower right", frameon=False)
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=150)
+
+
+def bakeoff(
+    policy: Annotated[str, typer.Option(help="Whose logged batches.")],
+    batches: Annotated[int, typer.Option(min=1, max=2000, help="The last so many.")] = 200,
+    url: Url = DEFAULT_URL,
+    key: Key = "",
+    data: Data = DEFAULT_DATA,
+) -> None:
+    """Compare every baseline on a policy's own batches; no task need be tried twice."""
+    with connect(url, key, data) as client:
+        found = client.baselines(policy, batches)
+    table = Table("estimator", "B_eff / batch mean's", "95 % interval", "batches")
+    for entry in found["baselines"]:
+        name = entry["estimator"] + (" (in use)" if entry["estimator"] == found["in_use"] else "")
+        interval = f"{entry['low']:.2f} – {entry['high']:.2f}"
+        table.add_row(name, f"{entry['ratio']:.2f}", interval, str(entry["batches"]))
+    Console().print(table)
+    if not found["baselines"]:
+        Console().print(f"{policy} has no batch with logged errors yet")
 
 
 def group_size(

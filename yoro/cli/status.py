@@ -1,8 +1,10 @@
 """`yoro status POLICY`: why is nothing training?"""
 
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
+import httpx
 import typer
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
+from yoro.client import ApiError, Client
 
 
 def register(app: typer.Typer) -> None:
@@ -31,33 +34,62 @@ def status(
             console.print(screen(client.status(policy)))
             return
         with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(screen(client.status(policy)), refresh=True)
+            for shown in _screens(client, policy):
+                live.update(shown, refresh=True)
                 time.sleep(1.0)
+
+
+def _screens(client: Client, policy: str) -> Iterator[Group]:
+    """Yield the screen again and again; a service that is away for a while does not end the watch."""
+    shown = screen(client.status(policy))
+    while True:
+        yield shown
+        try:
+            shown = screen(client.status(policy))
+        except (httpx.TransportError, ApiError) as error:
+            shown = Group(Text(f"no answer: {error}", style="red"), shown)
 
 
 def screen(document: dict[str, Any]) -> Group:
     """Return the status document as a person reads it."""
-    trainer, following = document["trainer"], document["next_batch"]
-    age = trainer["heartbeat_age_s"]
+    following = document["next_batch"]
+    paused = ", paused" if document["paused"] else ""
     lines = [
-        f"{document['policy']}: version {document['head_version']}, promoted {document['promoted_version']}",
-        f"trainer: {trainer['state']}"
-        + (f", batch {trainer['batch']}" if trainer["batch"] else "")
-        + (f", last heartbeat {age:.0f} s ago" if age is not None else ""),
+        f"{document['policy']}: version {document['head_version']}, promoted "
+        f"{document['promoted_version']}{paused}",
+        _trainer(document["trainer"]),
         f"next batch: {following['ready_tasks']} of {following['size']} tasks, "
         + (following["blocked_by"] or "forming now"),
     ]
-    return Group(*(Text(line) for line in lines), _counts(document), *_last_step(document))
+    alerts = [Text(f"! {alert['code']}: {alert['detail']}", style="yellow") for alert in document["alerts"]]
+    return Group(*(Text(line) for line in lines), *alerts, _counts(document), *_last_step(document))
+
+
+def _trainer(trainer: dict[str, Any]) -> str:
+    age = trainer["heartbeat_age_s"]
+    return (
+        f"trainer: {trainer['state']}"
+        + (f", batch {trainer['batch']}" if trainer["batch"] else "")
+        + (f", last heartbeat {_age(age)} ago" if age is not None else "")
+        + (f", {trainer['diagnosis']}" if trainer["diagnosis"] else "")
+    )
 
 
 def _counts(document: dict[str, Any]) -> Table:
-    table = Table("state", "rollouts", "reasons")
+    oldest = {
+        "waiting_reward": document["oldest_waiting_reward_age_s"],
+        "ready": document["next_batch"]["oldest_ready_age_s"],
+    }
+    table = Table("state", "rollouts", "oldest", "reasons")
     for state, count in document["rollouts"].items():
         reasons = document["reasons"].get(state, {})
-        table.add_row(state, str(count), ", ".join(f"{name} {number}" for name, number in reasons.items()))
+        words = ", ".join(f"{name} {number}" for name, number in reasons.items())
+        table.add_row(state, str(count), _age(oldest.get(state)), words)
     if document["grades_waiting_for_trace"]:
-        table.add_row("(no trace yet)", "", f"{document['grades_waiting_for_trace']} grades")
+        waiting = f"{document['grades_waiting_for_trace']} grades"
+        table.add_row("(no trace yet)", "", _age(document["oldest_grade_waiting_for_trace_age_s"]), waiting)
+    if document["late_grades"]:
+        table.add_row("(came late)", "", "", f"{document['late_grades']} grades")
     return table
 
 
@@ -73,3 +105,13 @@ def _last_step(document: dict[str, Any]) -> list[Text]:
     if ratio:
         lines.append(f"baseline: {document['baseline']['in_use']}, B_eff {ratio:.2f} x the batch mean's")
     return [Text(line) for line in lines]
+
+
+def _age(seconds: float | None) -> str:
+    """Return an age in the unit that a person would use."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,1 @@
+"""Telling others of events: registrations, and the relay of the outbox."""
