@@ -13,12 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from service.adapters.signing import Signer
 from service.adapters.store import AdapterStore, describe_file
-from service.adapters.verify import WEIGHTS, verify
+from service.adapters.verify import WEIGHTS, Base, verify
 from service.batches.claims import ClaimedBatch
 from service.batches.leases import Lease
 from service.batches.outcomes import Published
 from service.errors import AdapterRejected
+from service.policies import PolicySettings
 from trainer import checkpoint
 from trainer.optimizer import AdapterOptimizer
 from trainer.policy import PolicyModel, sequence_logprobs
@@ -38,6 +40,7 @@ def publish(
     batch: ClaimedBatch,
     lease: Lease,
     metrics: Mapping[str, float],
+    signer: Signer | None = None,
 ) -> Published:
     """Write and verify the files of the next version. Raises AdapterRejected when they do not hold."""
     folder = f"{batch.policy}/v{batch.head.next_version}-{lease.token}-{batch.attempt}"
@@ -54,9 +57,11 @@ def publish(
             "probe": {"text": PROBE_TEXT, "logprobs": probe},
             "metrics": dict(metrics),
         }
+        if signer is not None:
+            manifest["signature"] = signer.sign(manifest)
         digest = store.write_version(folder, written, manifest)
         store.download(folder, read, with_state=True)
-        verify(read, settings.adapter)
+        verify(read, settings.adapter, base=Base(settings.base_model, settings.base_revision))
         check_probe(policy, read, probe)
     adapter = next(entry["sha256"] for entry in manifest["files"] if entry["name"] == WEIGHTS)
     return Published(folder, manifest, digest, adapter)
@@ -81,6 +86,15 @@ def compare_probe(found: list[float], expected: list[float]) -> None:
     # `not <=` also refuses NaN
     if not distance <= PROBE_TOLERANCE:
         raise AdapterRejected(f"Probe logprobs from the files are off by up to {distance:.2e}", code="probe")
+
+
+def check_base(manifest: Mapping[str, Any], settings: PolicySettings) -> None:
+    """Refuse a version made on another base model than the policy's. Raises AdapterRejected."""
+    wanted = {"name": settings.base_model, "revision": settings.base_revision}
+    if manifest["base_model"] != wanted:
+        raise AdapterRejected(
+            f"The version is for {manifest['base_model']}, the policy's base is {wanted}", code="base_model"
+        )
 
 
 def _provenance(batch: ClaimedBatch, lease: Lease) -> dict[str, Any]:

@@ -92,7 +92,11 @@ class Restorer:
         if folder is None:
             raise AdapterRejected(f"Version {batch.head.version} has no files", code="version_gone")
         with TemporaryDirectory(prefix="yoro-head-") as scratch:
-            manifest = self._store.download(folder, Path(scratch), with_state=True)
+            manifest = self._store.download(
+                folder, Path(scratch), with_state=True,
+                manifest_sha256=batch.manifests.get(batch.head.version),
+            )  # fmt: skip
+            publish.check_base(manifest, batch.settings)
             checkpoint.load_adapter(loaded.policy, Path(scratch))
             checkpoint.load_optimizer(loaded.optimizer, Path(scratch))
         publish.compare_probe(publish.probe_logprobs(loaded.policy), manifest["probe"]["logprobs"])

@@ -20,6 +20,7 @@ import torch
 from sqlalchemy import Engine
 
 from service import telemetry
+from service.adapters.signing import Signer, load_signer
 from service.adapters.store import AdapterStore
 from service.batches import leases, outcomes
 from service.batches.claims import ClaimedBatch, claim_batch
@@ -124,8 +125,9 @@ class Worker:
         self.restorer.forget()  # what is in memory is no published version until the commit
         heartbeat.say("publishing")
         published = publish.publish(
-            loaded.policy, loaded.optimizer, self.store, batch=batch, lease=lease, metrics=metrics
-        )
+            loaded.policy, loaded.optimizer, self.store,
+            batch=batch, lease=lease, metrics=metrics, signer=self._signer(),
+        )  # fmt: skip
         self.at("files_written")
         step = Step(batch.id, batch.head.version, batch.head.next_version, published, record)
         self._commit(lease, step)
@@ -148,6 +150,10 @@ class Worker:
         if not gone or rows.verdict == "exact":
             return rows
         return RolloutRows((), "untrainable", "version_gone", (f"version {gone[0]}",), 0, ())
+
+    def _signer(self) -> Signer | None:
+        key = self.settings.signing_key
+        return load_signer(key) if key is not None else None
 
     def _commit(self, lease: Lease, step: Step) -> None:
         """Commit, and if the answer is lost, read back whether it happened; else once more."""
@@ -200,7 +206,7 @@ class _Versions:
             return None
         target = self.scratch / str(version)
         if not target.exists():
-            self.store.download(stored, target)
+            self.store.download(stored, target, manifest_sha256=self.batch.manifests.get(version))
         return target
 
 

@@ -15,7 +15,10 @@ from service.errors import NotFound
 
 Pointer = Literal["latest", "promoted"]
 
-_COLUMNS = "v.version, v.parent, v.depth, v.folder, v.manifest, v.manifest_sha256, v.tainted, v.created_at"
+_COLUMNS = (
+    "v.version, v.parent, v.depth, v.folder, v.manifest, v.manifest_sha256, v.tainted, v.created_at, "
+    "v.rewound, v.pinned, v.files_removed_at"
+)
 
 _BY_NUMBER = text(f"""
 SELECT {_COLUMNS} FROM policy_versions v WHERE v.policy_id = :policy AND v.version = :version
@@ -34,6 +37,24 @@ ORDER BY v.version DESC LIMIT :limit
 """)  # noqa: S608 - our own column list
 
 
+_POINTERS = text("""
+SELECT l.policy_id, p.pointer, v.version, v.manifest_sha256, cardinality(v.tainted) AS taints, v.rewound,
+       v.pinned, v.files_removed_at IS NOT NULL AS gone
+FROM lineages l
+CROSS JOIN LATERAL (VALUES ('latest', l.head_version), ('promoted', l.promoted_version))
+    AS p (pointer, version)
+JOIN policy_versions v ON v.policy_id = l.policy_id AND v.version = p.version
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class Pointed:
+    """Where a pointer points, and the ETag of what stands there."""
+
+    version: int
+    etag: str
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """One published version; version 0, the base model, has neither folder nor manifest."""
@@ -46,6 +67,17 @@ class Version:
     manifest_sha256: str | None
     tainted: tuple[str, ...]
     created_at: datetime
+    rewound: bool
+    pinned: bool
+    files_removed_at: datetime | None
+
+    @property
+    def etag(self) -> str:
+        """Return a strong ETag of `describe`: what never changes, and the marks that may."""
+        return revision_etag(
+            self.version, self.manifest_sha256, len(self.tainted),
+            (self.rewound, self.pinned, self.files_removed_at is not None),
+        )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """Return what the API shows: the manifest, and what may have been said of the version since."""
@@ -56,8 +88,27 @@ class Version:
             "depth": self.depth,
             "manifest_sha256": self.manifest_sha256,
             "tainted": list(self.tainted),
+            "rewound": self.rewound,
+            "pinned": self.pinned,
+            "files_removed_at": self.files_removed_at and self.files_removed_at.isoformat(),
             "created_at": self.created_at.isoformat(),
         }
+
+
+def revision_etag(version: int, sha256: str | None, taints: int, marks: tuple[bool, ...]) -> str:
+    """Return the ETag of a version's description."""
+    return f'"{version}-{sha256 or "base"}-{taints}{"".join("ny"[mark] for mark in marks)}"'
+
+
+def pointers(connection: Connection) -> dict[tuple[int, Pointer], Pointed]:
+    """Return where every policy's pointers point: two narrow rows a policy."""
+    return {
+        (row.policy_id, row.pointer): Pointed(
+            row.version,
+            revision_etag(row.version, row.manifest_sha256, row.taints, (row.rewound, row.pinned, row.gone)),
+        )
+        for row in connection.execute(_POINTERS)
+    }
 
 
 def by_number(connection: Connection, policy_id: int, version: int) -> Version:
@@ -82,5 +133,5 @@ def page(connection: Connection, policy_id: int, *, before: int, limit: int) -> 
 def _version(row: Any) -> Version:
     return Version(
         row.version, row.parent, row.depth, row.folder, row.manifest or {}, row.manifest_sha256,
-        tuple(row.tainted), row.created_at,
+        tuple(row.tainted), row.created_at, row.rewound, row.pinned, row.files_removed_at,
     )  # fmt: skip

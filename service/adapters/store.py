@@ -37,6 +37,7 @@ class AdapterStore:
     def __init__(self, url: str) -> None:
         """Open the store; a local folder is made on the first write."""
         self._files, self._root = fsspec.core.url_to_fs(url)
+        self._vouched: dict[str, tuple[Any, ...]] = {}
 
     @property
     def local_root(self) -> Path | None:
@@ -60,6 +61,22 @@ class AdapterStore:
         self._sync_folder(target)
         return hashlib.sha256(body).hexdigest()
 
+    def vouch(self, folder: str, expected: StoredFile) -> None:
+        """Check a stored file's size and sha256; the bytes are read once, and again if the file changes.
+
+        Raises AdapterRejected (`torn_file`) or NotFound.
+        """
+        path = f"{self._root}/{folder}/{expected.name}"
+        mark = self._mark(path)
+        if self._vouched.get(path) == mark:
+            return
+        digest, size = hashlib.sha256(), 0
+        for chunk in self.read(folder, expected.name):
+            digest.update(chunk)
+            size += len(chunk)
+        _compare(StoredFile(expected.name, size, digest.hexdigest()), expected)
+        self._vouched[path] = mark
+
     def read_manifest(self, folder: str) -> tuple[dict[str, Any], str]:
         """Return a version's manifest and its sha256. Raises NotFound."""
         body = b"".join(self.read(folder, MANIFEST))
@@ -73,12 +90,20 @@ class AdapterStore:
             raise NotFound(f"{folder}/{name} is not in the adapter store")
         return self._chunks(path, start, stop)
 
-    def download(self, folder: str, target: Path, *, with_state: bool = False) -> dict[str, Any]:
+    def download(
+        self, folder: str, target: Path, *, with_state: bool = False, manifest_sha256: str | None = None
+    ) -> dict[str, Any]:
         """Copy a version into `target`, check every size and sha256, return the manifest.
 
-        `with_state`: the optimizer's state too. Raises AdapterRejected.
+        `with_state`: the optimizer's state too. `manifest_sha256`: what the registry says of the manifest,
+        which finds a folder swapped for another. Raises AdapterRejected.
         """
-        manifest, _ = self.read_manifest(folder)
+        manifest, digest = self.read_manifest(folder)
+        if manifest_sha256 not in (None, digest):
+            raise AdapterRejected(
+                f"{folder}: the manifest has sha256 {digest}, the registry says {manifest_sha256}",
+                code="swapped_manifest",
+            )
         target.mkdir(parents=True, exist_ok=True)
         for entry in [*manifest["files"], *(manifest["state"] if with_state else [])]:
             with (target / entry["name"]).open("wb") as out:
@@ -90,13 +115,21 @@ class AdapterStore:
     def folders(self, policy: str) -> list[str]:
         """Return the policy's folders, published or not."""
         parent = f"{self._root}/{policy}"
+        self._files.invalidate_cache()
         if not self._files.exists(parent):
             return []
         return sorted(f"{policy}/{Path(path).name}" for path in self._files.ls(parent, detail=False))
 
     def delete(self, folder: str) -> None:
-        """Remove a folder; only the garbage collector does, never the trainer."""
-        self._files.rm(f"{self._root}/{folder}", recursive=True)
+        """Remove a folder if it is there; only the garbage collector does, never the trainer.
+
+        The manifest goes first: what is left of an interrupted removal is nobody's.
+        """
+        path = f"{self._root}/{folder}"
+        if self._files.exists(f"{path}/{MANIFEST}"):
+            self._files.rm_file(f"{path}/{MANIFEST}")
+        if self._files.exists(path):
+            self._files.rm(path, recursive=True)
 
     def _chunks(self, path: str, start: int, stop: int | None) -> Iterator[bytes]:
         with self._files.open(path, "rb") as handle:
@@ -109,12 +142,29 @@ class AdapterStore:
                 left = None if left is None else left - len(chunk)
                 yield chunk
 
+    def _mark(self, path: str) -> tuple[Any, ...]:
+        """Return what changes when a stored file does."""
+        try:
+            info = self._files.info(path)
+        except FileNotFoundError as error:
+            raise NotFound(f"{path.removeprefix(self._root)} is not in the adapter store") from error
+        return tuple(info.get(name) for name in ("size", "mtime", "ino", "ETag", "etag", "created"))
+
     def _put(self, path: str, body: bytes) -> None:
-        with self._files.open(path, "wb") as out:
+        with self._open_new(path) as out:
             out.write(body)
             if self.local_root is not None:
                 out.flush()
                 os.fsync(out.fileno())
+
+    def _open_new(self, path: str) -> Any:
+        """Open a file that must not exist: the store itself refuses (s3, gs, folders, memory)."""
+        try:
+            return self._files.open(path, "xb")
+        except FileExistsError as error:
+            raise Conflict(f"{path} exists in the adapter store", code="folder_exists") from error
+        except (ValueError, NotImplementedError):
+            return self._files.open(path, "wb")
 
     def _sync_folder(self, path: str) -> None:
         """Make the folder's entries durable; object stores are when the write returns."""
@@ -136,7 +186,10 @@ def describe_file(path: Path) -> StoredFile:
 
 def check_file(path: Path, expected: StoredFile) -> None:
     """Compare a local file with its manifest entry. Raises AdapterRejected (`torn_file`)."""
-    found = describe_file(path)
+    _compare(describe_file(path), expected)
+
+
+def _compare(found: StoredFile, expected: StoredFile) -> None:
     if found != expected:
         raise AdapterRejected(
             f"{expected.name}: {found.size} bytes with sha256 {found.sha256}, "

@@ -6,7 +6,9 @@ a version that fails is never published.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +23,19 @@ CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _FOREIGN = ("_orig_mod.", ".default.", "module.")
 """Left in keys by torch.compile, PEFT's adapter name and DDP: no server would match them."""
+_IGNORED_BY_SERVERS = ("rank_pattern", "alpha_pattern", "layers_to_transform", "lora_bias")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
-def verify(folder: Path, shape: Adapter, *, expect_nonzero: bool = True) -> None:
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base model that an adapter is a delta to: its logical name and what pins its weights."""
+
+    name: str
+    revision: str | None
+
+
+def verify(folder: Path, shape: Adapter, *, base: Base | None = None, expect_nonzero: bool = True) -> None:
     """Check weights and configuration against the policy's adapter. Raises AdapterRejected with a code."""
     tensors = _load(folder / WEIGHTS)
     _check_names(tensors)
@@ -34,7 +45,12 @@ def verify(folder: Path, shape: Adapter, *, expect_nonzero: bool = True) -> None
         _check_pair(name.removesuffix(_A).removesuffix(_B), tensors, shape.rank)
     if expect_nonzero and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(_B)):
         raise AdapterRejected("Every lora_B is zero after a step", code="all_zero")
-    _check_config(folder / CONFIG, shape)
+    config = _read_config(folder / CONFIG)
+    _check_config(config, shape)
+    if base is not None and (found := (config.get("base_model_name_or_path"), config.get("revision"))) != (
+        base.name, base.revision,
+    ):  # fmt: skip
+        raise AdapterRejected(f"{CONFIG} is for the base {found}, the policy's is {base}", code="base_model")
 
 
 def _load(path: Path) -> dict[str, NDArray[np.float32]]:
@@ -71,12 +87,23 @@ def _check_pair(module: str, tensors: Mapping[str, NDArray[np.float32]], rank: i
         raise AdapterRejected(f"{module} has rank {down.shape[0]}, the policy {rank}", code="rank")
 
 
-def _check_config(path: Path, shape: Adapter) -> None:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise AdapterRejected(f"{path.name} does not open: {error}", code="unreadable") from error
+    if not isinstance(config, dict):
+        raise AdapterRejected(f"{path.name} is not an object", code="unreadable")
+    return config
+
+
+def _check_config(config: dict[str, Any], shape: Adapter) -> None:
     if config.get("peft_type") != "LORA" or config.get("r") != shape.rank:
-        raise AdapterRejected(f"{path.name} is not a LoRA of rank {shape.rank}", code="config")
+        raise AdapterRejected(f"{CONFIG} is not a LoRA of rank {shape.rank}", code="config")
+    if config.get("lora_alpha", shape.alpha) != shape.alpha:
+        raise AdapterRejected(f"{CONFIG} scales by {config['lora_alpha']}, not {shape.alpha}", code="config")
     if config.get("modules_to_save") or config.get("use_dora") or config.get("bias", "none") != "none":
-        raise AdapterRejected(f"{path.name} asks for what servers cannot load", code="config")
+        raise AdapterRejected(f"{CONFIG} asks for what servers cannot load", code="config")
+    # vLLM drops these without a word and serves another adapter than was trained.
+    if ignored := [name for name in _IGNORED_BY_SERVERS if config.get(name)]:
+        raise AdapterRejected(f"{CONFIG} has {', '.join(ignored)}, which servers ignore", code="config")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from service.baselines.estimators import Scored
 from service.baselines.features import Task, TaskFeatures
+from service.baselines.selection import Selection
 from service.batches import assembly
 from service.batches.history import Rewarded
 from service.ingest import rollouts
@@ -81,11 +82,13 @@ def baselines(
     scored = np.array(values)
     members = Rewarded(list(range(size)), Scored(tasks[:size], scored[:size]))
     past = Rewarded(list(range(size, len(tasks))), Scored(tasks[size:], scored[size:]))
-    return assembly.estimate(policy, members, past).values
+    return assembly.estimate(policy, Selection(), members, past).values
 
 
 @settings(max_examples=150, deadline=None)
-@given(batch=batches(), other=rewards, estimator=st.sampled_from(["embedding_softmax", "leave_one_out"]))
+@given(
+    batch=batches(), other=rewards, estimator=st.sampled_from(["auto", "embedding_softmax", "leave_one_out"])
+)
 def test_changing_its_reward_leaves_its_baseline_bit_identical(
     batch: tuple[list[dict[str, Any]], list[float], int], other: float, estimator: str
 ) -> None:
@@ -101,7 +104,7 @@ def test_changing_its_reward_leaves_its_baseline_bit_identical(
 @given(
     batch=batches(),
     response=st.text("xyz", min_size=9, max_size=40),
-    estimator=st.sampled_from(["embedding_softmax", "leave_one_out"]),
+    estimator=st.sampled_from(["auto", "embedding_softmax", "leave_one_out"]),
 )
 def test_changing_its_response_leaves_its_baseline_bit_identical(
     batch: tuple[list[dict[str, Any]], list[float], int], response: str, estimator: str

@@ -68,22 +68,33 @@ def api(
 
     set_up_logging("api")
     _hold_on(lifeline)
-    uvicorn.run(create_app(), host=host, port=port, log_level="warning", access_log=False, backlog=1024)
+    # Long-polls may wait a minute: a process that is told to stop does not.
+    uvicorn.run(
+        create_app(), host=host, port=port, log_level="warning", access_log=False, backlog=1024,
+        timeout_graceful_shutdown=5,
+    )  # fmt: skip
 
 
 def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     """Run the scheduler alone: forms batches and computes baselines."""
+    from service.adapters.promotion import Promoter
     from service.baselines.embedding import Encoder
     from service.batches.scheduler import Scheduler
     from service.database import engine as database
     from service.settings import Settings
+    from service.webhooks.relay import Relay
 
     settings, stop = Settings(), _start("scheduler", lifeline)
     engine = database.connect(settings.database_url, name="scheduler")
     _probes(metrics_port, engine)
+    relay = threading.Thread(target=Relay(engine, hosts=settings.hook_hosts).run, args=(stop,), daemon=True)
+    relay.start()
+    promoter = threading.Thread(target=Promoter(engine, settings).run, args=(stop,), daemon=True)
+    promoter.start()
     Scheduler(engine, Encoder(settings.encoder), interval_seconds=settings.scheduler_interval_seconds).run(
         stop
     )
+    relay.join()
     engine.dispose()
 
 

@@ -130,8 +130,10 @@ class _Demo:
                 moved = time.monotonic()
             if time.monotonic() - moved > STALL_SECONDS:
                 raise TimeoutError(f"No new version for {STALL_SECONDS:.0f} s; see {self.folder}/logs")
-            if _in_flight(status) >= 2 * size:
-                time.sleep(0.5)  # the trainer is behind: fresh rollouts would only go stale
+            if _in_flight(status) >= size:
+                # The next version is on its way. Sampling now would gain nothing where agent and trainer
+                # share the cores, and a rollout of the version that trains it learns best.
+                time.sleep(0.3)
                 continue
             for attempt in agent.attempt(list(itertools.islice(stream, size))):
                 trace = as_trace(attempt, POLICY)

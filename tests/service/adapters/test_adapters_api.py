@@ -1,23 +1,25 @@
 """Adapters over HTTP and `yoro pull`: manifests, files, ETags, ranges, and a client that dies midway."""
 
+import io
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 from sqlalchemy import Engine, text
 
 from service.adapters.store import AdapterStore, describe_file
+from service.api.app import create_app
 from service.database.engine import transaction
 from service.settings import Settings
 from tests.conftest import Api, MakePolicy, Policy
 from yoro import Client
-from yoro.pull import PullError, pull
+from yoro.pull import pull
 
 FILES = "/v1/policies/support/adapters"
 
@@ -37,8 +39,8 @@ def publish_version(
     digest = store.write_version(folder, source, manifest)
     with transaction(engine) as connection:
         connection.execute(
-            text("""INSERT INTO policy_versions (policy_id, version, parent, depth, fencing_token, folder, manifest,
-                                                 manifest_sha256, adapter_sha256)
+            text("""INSERT INTO policy_versions (policy_id, version, parent, depth, fencing_token, folder,
+                                                 manifest, manifest_sha256, adapter_sha256)
                     VALUES (:p, :v, :v - 1, :v, 1, :f, CAST(:m AS jsonb), :d, :d)"""),
             {"p": policy.id, "v": version, "f": folder, "m": json.dumps(manifest), "d": digest},
         )
@@ -49,14 +51,12 @@ def publish_version(
 
 
 @pytest.fixture
-def published(
-    engine: Engine, settings: Settings, make_policy: MakePolicy, tmp_path: Path
-) -> Iterator[AdapterStore]:
+def published(engine: Engine, settings: Settings, make_policy: MakePolicy, tmp_path: Path) -> AdapterStore:
     store = AdapterStore(settings.store_url)
     policy = make_policy()
     for version in (1, 2):
         publish_version(engine, store, policy, version, tmp_path)
-    yield store
+    return store
 
 
 def test_latest_names_the_head_and_its_files(published: AdapterStore, api: Api) -> None:
@@ -114,35 +114,13 @@ def test_a_grader_may_not_pull(published: AdapterStore, api: Api) -> None:
 
 
 class InProcess(Client):
-    """The public client over the API in process; `damage` may spoil what comes."""
+    """The public client over the API in process."""
 
     def __init__(self, api: Api) -> None:
         super().__init__("http://in-process")
-        self._api = api
-        self.broken_after: int | None = None
-        self.flip = False
-
-    def adapter(self, policy: str, which: str = "latest") -> dict[str, Any]:
-        document: dict[str, Any] = self._api.call(
-            "ops", "GET", f"/v1/policies/{policy}/adapters/{which}"
-        ).json()
-        return document
-
-    @contextmanager
-    def adapter_file(self, policy: str, version: int, name: str) -> Iterator[Iterator[bytes]]:
-        body: bytes = self._api.call(
-            "ops", "GET", f"/v1/policies/{policy}/adapters/{version}/files/{name}"
-        ).content
-        if self.flip:
-            body = bytes([body[0] ^ 1]) + body[1:]
-
-        def chunks() -> Iterator[bytes]:
-            for at in range(0, len(body), 7):
-                if self.broken_after is not None and at > self.broken_after:
-                    raise ConnectionError("cut")
-                yield body[at : at + 7]
-
-        yield chunks()
+        self._http.close()
+        self._http = api.client
+        self._http.headers["Authorization"] = f"Bearer {api.keys['ops']}"
 
 
 def test_pull_brings_the_files_and_swaps_the_link(published: AdapterStore, api: Api, tmp_path: Path) -> None:
@@ -156,27 +134,6 @@ def test_pull_brings_the_files_and_swaps_the_link(published: AdapterStore, api: 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("after", [0, 40, 200])
-def test_a_pull_cut_off_at_any_byte_leaves_the_old_version(
-    after: int, published: AdapterStore, api: Api, tmp_path: Path
-) -> None:
-    client, into = InProcess(api), tmp_path / "pulled"
-    first = pull(client, "support", into, "1")
-    client.broken_after = after
-    with pytest.raises(ConnectionError):
-        pull(client, "support", into)
-    assert (into / "current").resolve() == first.resolve()
-    assert sorted(path.name for path in into.iterdir()) == ["current", "support-v1"]
-
-
-def test_a_swapped_byte_is_found_and_refused(published: AdapterStore, api: Api, tmp_path: Path) -> None:
-    client = InProcess(api)
-    client.flip = True
-    with pytest.raises(PullError, match="sha256"):
-        pull(client, "support", tmp_path / "pulled")
-    assert list((tmp_path / "pulled").iterdir()) == []
-
-
 def test_a_pulled_folder_that_rotted_is_fetched_again(
     published: AdapterStore, api: Api, tmp_path: Path
 ) -> None:
@@ -185,3 +142,86 @@ def test_a_pulled_folder_that_rotted_is_fetched_again(
     (folder / "adapter_config.json").write_text("{}")
     again = pull(client, "support", into)
     assert json.loads((again / "adapter_config.json").read_text())["v"] == 2
+
+
+def test_a_resumed_pull_gets_the_rest_from_the_real_api(
+    published: AdapterStore, api: Api, tmp_path: Path
+) -> None:
+    whole = api.call("ops", "GET", f"{FILES}/2/files/adapter_model.safetensors").content
+    partial = tmp_path / ".support-v2.partial"
+    partial.mkdir()
+    (partial / "adapter_model.safetensors").write_bytes(whole[:100])
+    folder = pull(InProcess(api), "support", tmp_path)
+    assert (folder / "adapter_model.safetensors").read_bytes() == whole
+
+
+def test_the_archive_is_the_same_tar_every_time_and_can_be_resumed(
+    published: AdapterStore, api: Api, tmp_path: Path
+) -> None:
+    first = api.call("ops", "GET", f"{FILES}/2/archive")
+    assert int(first.headers["content-length"]) == len(first.content)
+    assert api.call("ops", "GET", f"{FILES}/2/archive").content == first.content
+    for start in (0, 1, 511, 512, 700, len(first.content) - 1):
+        rest = api.call("ops", "GET", f"{FILES}/2/archive", headers={"Range": f"bytes={start}-"})
+        assert (rest.status_code, rest.content) == (206, first.content[start:])
+    stale = {"Range": "bytes=512-", "If-Range": '"another"'}
+    assert api.call("ops", "GET", f"{FILES}/2/archive", headers=stale).content == first.content
+    with tarfile.open(fileobj=io.BytesIO(first.content)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    names = [path.name for path in sorted((tmp_path / "support-v2").iterdir())]
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]
+    again = api.call("ops", "GET", f"{FILES}/2/archive", headers={"If-None-Match": first.headers["etag"]})
+    assert again.status_code == 304
+
+
+def test_a_range_beyond_the_end_is_refused(published: AdapterStore, api: Api) -> None:
+    far = {"Range": "bytes=99999999-"}
+    assert api.call("ops", "GET", f"{FILES}/2/archive", headers=far).status_code == 416
+
+
+@pytest.mark.parametrize("damage", ["truncated", "swapped", "flipped"])
+def test_damaged_files_are_found_when_they_are_asked_for(
+    damage: str, published: AdapterStore, api: Api
+) -> None:
+    name = "adapter_model.safetensors"
+    assert api.call("ops", "GET", f"{FILES}/2/files/{name}").status_code == 200
+    assert published.local_root is not None
+    path, other = (published.local_root / "support" / f"v{n}-1-1" / name for n in (2, 1))
+    body = path.read_bytes()
+    bad = {"truncated": body[:-1], "swapped": other.read_bytes(), "flipped": body[:-1] + b"!"}[damage]
+    path.write_bytes(bad)
+    for route in (f"files/{name}", "archive"):
+        answer = api.call("ops", "GET", f"{FILES}/2/{route}")
+        assert (answer.status_code, answer.json()["code"]) == (500, "torn_file")
+    path.unlink()
+    assert api.call("ops", "GET", f"{FILES}/2/files/{name}").json()["code"] == "version_gone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "header", "value"),
+    [
+        ({"accel_redirect": "/inside/"}, "x-accel-redirect", "/inside/support/v2-1-1/adapter_config.json"),
+        ({"x_sendfile": True}, "x-sendfile", "{store}/support/v2-1-1/adapter_config.json"),
+    ],
+)
+def test_a_proxy_may_send_the_bytes(
+    changes: dict[str, Any], header: str, value: str, published: AdapterStore, settings: Settings
+) -> None:
+    app = create_app(settings.model_copy(update={"auth": False, **changes}))
+    with TestClient(app) as client:
+        answer = client.get(f"{FILES}/2/files/adapter_config.json")
+    assert answer.headers[header] == value.format(store=published.local_root)
+    assert (answer.content, answer.headers["etag"][:1]) == (b"", '"')
+
+
+def test_a_store_that_is_no_folder_is_streamed(
+    engine: Engine, settings: Settings, make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    remote = settings.model_copy(update={"auth": False, "adapters_url": f"memory://{tmp_path.name}"})
+    publish_version(engine, AdapterStore(remote.adapters_url), make_policy(), 1, tmp_path)
+    with TestClient(create_app(Settings(**remote.model_dump()))) as client:
+        whole = client.get(f"{FILES}/1/files/adapter_config.json")
+        part = client.get(f"{FILES}/1/files/adapter_config.json", headers={"Range": "bytes=-3"})
+        assert client.get(f"{FILES}/1/archive").status_code == 200
+    assert json.loads(whole.content)["v"] == 1
+    assert (part.status_code, part.content) == (206, whole.content[-3:])

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from service.adapters.verify import verify
+from service.adapters.verify import Base, verify
 from service.errors import AdapterRejected
 from service.policies import Adapter
 
@@ -54,8 +54,13 @@ def test_each_defect_has_its_code(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"r": 8}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["x"]}]
-)
+    "config",
+    [
+        {"r": 8}, {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["x"]}, {"lora_alpha": 1.0},
+        {"rank_pattern": {"q": 8}}, {"alpha_pattern": {"q": 8}}, {"layers_to_transform": [0]},
+        {"lora_bias": True}, {"peft_type": "IA3"},
+    ],
+)  # fmt: skip
 def test_a_configuration_that_servers_cannot_load_is_refused(
     config: dict[str, object], tmp_path: Path
 ) -> None:
@@ -68,6 +73,32 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, good())
     whole = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(AdapterRejected) as refused:
+        verify(folder, SHAPE)
+    assert refused.value.code == "unreadable"
+
+
+@pytest.mark.parametrize("base", [Base("another", "r1"), Base("small", "r2"), Base("small", None)])
+def test_an_adapter_for_another_base_model_or_revision_is_refused(base: Base, tmp_path: Path) -> None:
+    folder = write(tmp_path, good(), base_model_name_or_path="small", revision="r1")
+    verify(folder, SHAPE, base=Base("small", "r1"))
+    with pytest.raises(AdapterRejected) as refused:
+        verify(folder, SHAPE, base=base)
+    assert refused.value.code == "base_model"
+
+
+@pytest.mark.parametrize("body", [b"", b"\x00" * 40, b"\xff" * 8])
+def test_a_file_that_is_no_safetensors_is_refused(body: bytes, tmp_path: Path) -> None:
+    folder = write(tmp_path, good())
+    (folder / "adapter_model.safetensors").write_bytes(body)
+    with pytest.raises(AdapterRejected):
+        verify(folder, SHAPE)
+
+
+@pytest.mark.parametrize("body", ["", "[]", "{"])
+def test_a_configuration_that_is_no_object_is_refused(body: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, good())
+    (folder / "adapter_config.json").write_text(body)
     with pytest.raises(AdapterRejected) as refused:
         verify(folder, SHAPE)
     assert refused.value.code == "unreadable"
