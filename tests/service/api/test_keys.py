@@ -18,7 +18,6 @@ from tests.conftest import Api
 from tests.documents import grade, trace
 from tests.service.api.conftest import make_policy
 
-
 LOADED_SECONDS = 15.0
 """How long a machine that is busy with other things may take for what else takes half a second."""
 
