@@ -2,6 +2,7 @@
 
 import sys
 
+import httpx
 import typer
 from rich.console import Console
 
@@ -28,6 +29,8 @@ def main() -> None:
         app()
     except (ApiError, PullError, OSError) as error:
         _fail(str(error))
+    except httpx.TransportError as error:
+        _fail(f"The API does not answer ({error}). Is `yoro up` running? --url and --data say where.")
     except Exception as error:
         # Known by its shape: importing the service's errors here would load the service for `--help`.
         if not hasattr(error, "detail"):

@@ -49,7 +49,9 @@ class Agent:
     def __init__(self, source: BaseModelSource, *, seed: int = 0, threads: int | None = None) -> None:
         import torch
         from transformers import AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # the demo's screen says what happens
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
