@@ -51,7 +51,8 @@ class Agent:
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # the demo's screen says what happens
+        quietly: Any = logging
+        quietly.disable_progress_bar()  # the demo's screen says what happens
         if threads is not None:
             torch.set_num_threads(threads)
         torch.manual_seed(seed)
