@@ -33,9 +33,9 @@ class Limits(BaseSettings):
     id_characters: int = Field(200, gt=0, le=200)
     queue_items: int = Field(20_000, gt=0)
     """Items waiting for the writer before intake answers 503."""
-    queue_bytes: int = Field(32 << 20, gt=0)
+    queue_bytes: int = Field(24 << 20, gt=0)
     """Bytes that they may hold, about four for each byte that came."""
-    in_flight_bytes: int = Field(32 << 20, gt=0)
+    in_flight_bytes: int = Field(24 << 20, gt=0)
     """Bytes of bodies being read and parsed, all requests together, before intake answers 503."""
 
 

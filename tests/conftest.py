@@ -5,6 +5,7 @@
 
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,16 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+def postgres() -> Iterator[EmbeddedPostgres]:
     """A server with a migrated template database; fsync off, since only tests' data is at stake."""
     release = os.environ.get("YORO_TEST_PG", "")
     bin_dir = Path(f"/usr/lib/postgresql/{release}/bin") if release else None
     if bin_dir is not None and not bin_dir.exists():
         pytest.fail(f"PostgreSQL {release} is not installed")
+    # Not below pytest's own folder: another session's start closes that to Postgres' account.
+    folder = tempfile.TemporaryDirectory(prefix="yoro-test-")
     server = EmbeddedPostgres(
-        tmp_path_factory.mktemp("pg") / "data", bin_dir=bin_dir,
+        Path(folder.name) / "data", bin_dir=bin_dir,
         options=(
             "-c", "fsync=off", "-c", "max_connections=200", "-c", "full_page_writes=off",
             "-c", "autovacuum=off",
@@ -46,6 +49,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
     template.dispose()
     yield server
     server.stop()
+    folder.cleanup()
 
 
 @pytest.fixture

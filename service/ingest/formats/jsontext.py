@@ -47,13 +47,13 @@ def sent(item: Any, *, max_depth: int) -> bytes:
     if not text or _may_exceed(text, max_depth):
         strictjson.check_depth(item, max_depth)
         strictjson.refuse_defects(item)
-    return text
+    return _exact(text)
 
 
 def dump(value: Any) -> bytes:
     """Serialise canonically: sorted keys, no spaces, UTF-8. Raises Malformed for what JSON cannot say."""
     try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        return _exact(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
     except (TypeError, ValueError) as error:  # orjson's error is a TypeError
         raise Malformed(f"The document cannot be stored unchanged: {error}") from error
 
@@ -100,6 +100,11 @@ def _has_same_keys(body: bytes, understood: bytes) -> bool:
     if b"\\u003a" in body or b"\\u003A" in body or b'\\\\":' in body or _SPACED_COLON.search(body):
         return False
     return body.count(b'":') - body.count(b'\\":') == understood.count(b'":') - understood.count(b'\\":')
+
+
+def _exact(text: bytes) -> bytes:
+    """Return a copy of the right size: orjson's bytes keep its buffer, 5 KB for the shortest message."""
+    return bytes(memoryview(text))
 
 
 def _may_exceed(text: bytes, max_depth: int) -> bool:
