@@ -58,9 +58,9 @@ def _weighted(
     texts: Sequence[str], fitted_on: Sequence[str], count: Callable[[str], Frequencies]
 ) -> sparse.csr_array:
     rows = [count(text) for text in texts]
-    inverse = inverse_document_frequencies([count(text)[0] for text in fitted_on])
     columns = np.concatenate([row[0] for row in rows])
-    values = np.concatenate([row[1] for row in rows]) * inverse[columns]
+    inverse = inverse_document_frequencies(columns, [count(text)[0] for text in fitted_on])
+    values = np.concatenate([row[1] for row in rows]) * inverse
     starts = np.cumsum([0, *(len(row[0]) for row in rows)])
     vectors = sparse.csr_array((values, columns, starts), shape=(len(texts), BUCKETS))
     vectors.eliminate_zeros()
@@ -69,13 +69,18 @@ def _weighted(
     return vectors
 
 
-def inverse_document_frequencies(documents: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """Smoothed idf by bucket; all ones without documents."""
-    found = np.concatenate([np.empty(0, dtype=np.int64), *documents])
-    frequencies = np.bincount(found, minlength=BUCKETS)
+def inverse_document_frequencies(
+    columns: NDArray[np.int64], documents: Sequence[NDArray[np.int64]]
+) -> NDArray[np.float64]:
+    """Smoothed idf of each bucket in `columns`; all ones without documents.
+
+    Looked up by document frequency: there are few frequencies, and 2^18 buckets.
+    """
     if not documents:
-        return np.ones(BUCKETS)
-    return np.asarray(np.log((1.0 + len(documents)) / (1.0 + frequencies)))
+        return np.ones(len(columns))
+    frequencies = np.bincount(np.concatenate(documents), minlength=BUCKETS)
+    by_frequency = np.log((1.0 + len(documents)) / (1.0 + np.arange(len(documents) + 1)))
+    return np.asarray(by_frequency[frequencies[columns]])
 
 
 @lru_cache(maxsize=16_384)
