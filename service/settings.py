@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     """Documents a second that each api process takes from one key, unless the key has a rate; 0: any."""
     mask_functions: dict[str, str] = Field(default_factory=dict)
     """What policies may mask with: name -> `module:function`, str to str; JSON in the environment."""
-    writers: int = Field(1, ge=1, le=8)
+    writers: int = Field(2, ge=1, le=8)
     """Threads of an api process that commit; more overlap waits for a slow disk, in smaller groups."""
     statement_seconds: float = Field(30.0, gt=0)
     """Longest statement of an api process; beyond it the request is answered 503."""
