@@ -2,7 +2,7 @@
 
 Knows nothing of tasks or processes. Invariant: valid `service.policies.PolicySettings` together with
 `base_model`. The agent waits for each version before it samples again: one version behind, the gate
-rejected above all what had just been learnt, and two of five runs fell back to where they began.
+rejected up to half of the rollouts, and in two of five runs the reward fell back to where it began.
 """
 
 from collections.abc import Mapping
