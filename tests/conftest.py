@@ -3,7 +3,6 @@
 `YORO_TEST_PG=15` takes Debian's PostgreSQL 15 instead of the embedded one.
 """
 
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine
 
 from service import keys
 from service.api.app import create_app
@@ -23,9 +22,7 @@ from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.policies import PolicySettings
 from service.settings import Settings
-
-TEMPLATE = "yoro"
-_numbers = itertools.count()
+from tests.databases import TEMPLATE, fresh_database
 
 
 @pytest.fixture(scope="session")
@@ -55,14 +52,8 @@ def postgres() -> Iterator[EmbeddedPostgres]:
 @pytest.fixture
 def database_url(postgres: EmbeddedPostgres) -> Iterator[str]:
     """URL of a fresh database with the schema."""
-    name = f"test_{os.getpid()}_{next(_numbers)}"
-    admin = create_engine(postgres.url("postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}"))
-    yield postgres.url(name)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
+    with fresh_database(postgres) as url:
+        yield url
 
 
 @pytest.fixture

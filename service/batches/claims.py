@@ -7,12 +7,11 @@ one, so that a repeated step is the same step.
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-import zstandard
 from sqlalchemy import Connection, Engine, text
 
 from service.batches import outcomes
 from service.batches.leases import Head, Lease, hold
+from service.database.documents import read_document
 from service.database.engine import transaction
 from service.policies import PolicySettings
 
@@ -143,7 +142,7 @@ def _mean_tokens(connection: Connection, policy_id: int, settings: PolicySetting
 
 
 def _member(row: Any) -> ClaimedMember:
-    document = orjson.loads(zstandard.ZstdDecompressor().decompress(row.normalised))
+    document = read_document(row.normalised)
     return ClaimedMember(row.rollout_id, row.reward, row.advantage, row.version, document)
 
 

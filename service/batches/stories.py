@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import orjson
-import zstandard
 from sqlalchemy import Connection, text
 
 from service.batches import erasure
+from service.database.documents import read_document
 from service.database.tables import ROLLOUT_STATES
 from service.errors import FieldError, Gone, Invalid, NotFound
 
@@ -182,7 +182,7 @@ def _batch(batch: Any, named: Mapping[int, str]) -> dict[str, Any]:
 def _document(stored: bytes | None, steps: Steps) -> dict[str, Any] | None:
     if stored is None:
         return None
-    document: dict[str, Any] = orjson.loads(zstandard.ZstdDecompressor().decompress(stored))
+    document = read_document(stored)
     messages = document.pop("messages", [])
     shown = messages[steps.start : steps.start + steps.limit]
     end = steps.start + len(shown)

@@ -7,7 +7,7 @@ everything between entering and leaving `transaction()` is one transaction.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from service.errors import Unavailable
@@ -47,11 +47,6 @@ def transaction(engine: Engine) -> Iterator[Connection]:
         if error.connection_invalidated or isinstance(error, OperationalError):
             raise Unavailable(f"The database does not answer: {_first_line(error)}") from error
         raise
-
-
-def database_now(connection: Connection) -> float:
-    """Return the database's clock in seconds since the epoch; workers' clocks are never compared."""
-    return float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
 
 
 def _first_line(error: DBAPIError) -> str:

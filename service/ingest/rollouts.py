@@ -111,12 +111,6 @@ def prepare(
     )
 
 
-def read_document(stored: bytes) -> dict[str, Any]:
-    """Return the JSON document behind a stored column."""
-    document: dict[str, Any] = jsontext.load_trusted(zstandard.ZstdDecompressor().decompress(stored))
-    return document
-
-
 def _masked(raw: bytes, mask: Mask, key: bytes) -> tuple[Trace, bytes, bool]:
     """Mask the document as it came; the raw text is then that of the masked document."""
     masked, altered = mask.trace(jsontext.load_trusted(raw), key)

@@ -14,6 +14,7 @@ from service.ingest.formats import native
 from service.ingest.writer import Item, Writer
 from service.schemas import Grade, Trace
 from tests.conftest import Api, MakePolicy
+from tests.databases import await_blocked
 from tests.documents import grade, trace
 
 
@@ -105,21 +106,8 @@ def test_a_trace_and_its_grade_written_by_two_processes_at_once_cannot_miss_each
     assert holding.wait(30)
     two = threading.Thread(target=Writer(engine).write, args=([pair[1 - first]],))
     two.start()
-    _await_blocked_session(engine)
+    await_blocked(engine)
     go_on.set()
     one.join(30)
     two.join(30)
     assert [(row["state"], row["reward"]) for row in rollout_rows(engine)] == [("ready", 0.5)]
-
-
-def _await_blocked_session(engine: Engine) -> None:
-    """Return once a session waits for another's row lock."""
-    for _ in range(3000):
-        with transaction(engine) as connection:
-            blocked = connection.execute(
-                text("SELECT count(*) FROM pg_stat_activity WHERE cardinality(pg_blocking_pids(pid)) > 0")
-            ).scalar_one()
-        if blocked:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("nobody was blocked")

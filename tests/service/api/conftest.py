@@ -1,7 +1,6 @@
 """The API over one database a module: these tests use ids and policies of their own, so they may share it."""
 
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi.testclient import TestClient
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 
 from service import keys
 from service.api.app import create_app
@@ -20,7 +19,8 @@ from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.policies import PolicySettings
 from service.settings import Settings
-from tests.conftest import TEMPLATE, Api
+from tests.conftest import Api
+from tests.databases import fresh_database
 
 _numbers = itertools.count()
 
@@ -28,14 +28,8 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def module_database(postgres: EmbeddedPostgres) -> Iterator[str]:
     """URL of the module's database."""
-    name = f"module_{os.getpid()}_{next(_numbers)}"
-    admin = create_engine(postgres.url("postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}"))
-    yield postgres.url(name)
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
+    with fresh_database(postgres) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from service.ingest.rollouts import read_document
+from service.database.documents import read_document
 from tests.conftest import Api
 from tests.documents import trace
 from tests.service.api.conftest import send, stored

@@ -1,12 +1,10 @@
 """One policy over a real database, driven by hand: post, grade, revise, let time pass, train."""
 
 import itertools
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from sqlalchemy import Connection, Engine, text
 
 from service.batches import claims, counts, erasure, gates, leases, outcomes, quarantine
@@ -178,19 +176,6 @@ def make_ground(engine: Engine, **settings: Any) -> Ground:
     made = PolicySettings.model_validate(document)
     with transaction(engine) as connection:
         return Ground(engine, policies.create(connection, name, made), name, made)
-
-
-def await_blocked(engine: Engine) -> None:
-    """Return once a session waits for another's lock."""
-    for _ in range(3000):
-        with transaction(engine) as connection:
-            blocked = connection.execute(
-                text("SELECT count(*) FROM pg_stat_activity WHERE cardinality(pg_blocking_pids(pid)) > 0")
-            ).scalar_one()
-        if blocked:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail("nobody was blocked")
 
 
 def record(batch: ClaimedBatch, rejected: Mapping[str, str] | None = None) -> Record:

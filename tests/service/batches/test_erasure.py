@@ -9,7 +9,8 @@ from service.batches import erasure, outcomes
 from service.database.engine import transaction
 from service.errors import Gone, NotFound
 from service.ingest.writer import Writer
-from tests.service.batches.ground import Ground, await_blocked, make_ground
+from tests.databases import await_blocked
+from tests.service.batches.ground import Ground, make_ground
 
 
 def trained(engine: Engine, steps: int) -> Ground:

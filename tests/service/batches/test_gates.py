@@ -11,7 +11,8 @@ from service.database import policies
 from service.database.engine import transaction
 from service.ingest.writer import Writer
 from service.schemas import GradeAccepted
-from tests.service.batches.ground import await_blocked, make_ground
+from tests.databases import await_blocked
+from tests.service.batches.ground import make_ground
 
 
 def test_criteria_make_the_value_by_their_weights_in_the_grader_s_range(engine: Engine) -> None:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Engine, text
 
+from service.database.documents import read_document
 from service.database.engine import transaction
 from service.errors import Unavailable, YoroError
 from service.ingest import masking, rollouts
 from service.ingest.formats import jsontext, native
-from service.ingest.rollouts import NewRollout, read_document
+from service.ingest.rollouts import NewRollout
 from service.ingest.writer import Writer
 from service.policies import Masking, PolicySettings
 from service.schemas import Trace, TraceAccepted

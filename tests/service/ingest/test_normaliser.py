@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service.database.documents import read_document
 from service.errors import Invalid
 from service.ingest import rollouts
 from service.ingest.formats import jsontext, native
-from service.ingest.rollouts import NewRollout, read_document
+from service.ingest.rollouts import NewRollout
 from service.policies import PolicySettings
 from service.schemas import Trace
 from tests.documents import trace
