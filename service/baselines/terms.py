@@ -48,10 +48,12 @@ def spelling_sketch(texts: Sequence[str], fitted_on: Sequence[str]) -> NDArray[n
     """
     vectors = _weighted(texts, fitted_on, gram_frequencies)
     signs = np.where(vectors.indices & SKETCH, 1.0, -1.0)
-    folded = (vectors.data * signs, vectors.indices % SKETCH, vectors.indptr)
-    sketch = sparse.csr_array(folded, shape=(len(texts), SKETCH)).toarray()
-    norms = np.maximum(np.linalg.norm(sketch, axis=1, keepdims=True), 1e-12)
-    return np.asarray(sketch / norms, dtype=np.float32)
+    rows = np.repeat(np.arange(len(texts)), np.diff(vectors.indptr))
+    places = rows * SKETCH + vectors.indices % SKETCH
+    folded = np.bincount(places, vectors.data * signs, minlength=len(texts) * SKETCH)
+    sketch = folded.reshape(len(texts), SKETCH)
+    norms = np.sqrt(np.einsum("ij,ij->i", sketch, sketch))
+    return np.asarray(sketch / np.maximum(norms, 1e-12)[:, None], dtype=np.float32)
 
 
 def _weighted(

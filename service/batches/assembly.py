@@ -6,7 +6,7 @@ taken depends on age alone, never on reward; history is cut off before the membe
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from sqlalchemy import Connection, text
 
 from service.baselines.estimators import Baselines
+from service.baselines.features import Task
 from service.baselines.selection import Selection
 from service.batches import candidates, choices, counts, gates, history
 from service.batches.choices import Formed
@@ -172,8 +173,10 @@ def needed_rollouts(connection: Connection, view: Outlook) -> list[int]:
     return [*view.candidates, *_window(connection, view, view.candidates)]
 
 
-def assemble(connection: Connection, view: Outlook, encoder: str) -> Formed | None:
-    """Form one batch from the view's candidates.
+def assemble(
+    connection: Connection, view: Outlook, encoder: str, known: Mapping[int, Task] = history.NOTHING_KNOWN
+) -> Formed | None:
+    """Form one batch from the view's candidates; tasks that are `known` are not read again.
 
     Returns None when another scheduler is at this policy or took a candidate, or a writer holds one.
     Raises EmbeddingMissing when the cache lacks a vector: embed and try again.
@@ -185,8 +188,8 @@ def assemble(connection: Connection, view: Outlook, encoder: str) -> Formed | No
     wanted = {"ids": sorted(view.candidates), "policy": view.policy_id}
     if set(connection.execute(_LOCK_MEMBERS, wanted).scalars()) != set(view.candidates):
         return None
-    members = history.load(connection, view.candidates, encoder)
-    past = history.load(connection, _window(connection, view, view.candidates), encoder)
+    members = history.load(connection, view.candidates, encoder, known)
+    past = history.load(connection, _window(connection, view, view.candidates), encoder, known)
     state = choices.load(connection, view.policy_id)
     made = estimate(view.settings, state, members, past)
     batch_id, number = _store(connection, view, members, past, made)

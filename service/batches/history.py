@@ -4,7 +4,7 @@ Must run inside the caller's transaction. Knows the encoder by name only: vector
 and `missing_texts` says which are not there yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, text
 from service.baselines.estimators import Scored
 from service.baselines.features import Task, TaskFeatures
 
+NOTHING_KNOWN: Mapping[int, Task] = {}
 _DIGEST_BYTES = 32
 
 _HISTORY = text("""
@@ -25,13 +26,18 @@ ORDER BY rewarded_at DESC, id DESC LIMIT :limit
 """)
 
 _TASKS = text("""
-SELECT r.id, r.task_key, r.session_id, r.depth, r.reward, f.features, f.content_digest, f.opening_digest,
+SELECT r.id, r.task_key, r.session_id, r.depth, f.features, f.content_digest, f.opening_digest,
        f.prompt_digests, e.vector
 FROM unnest(CAST(:ids AS bigint[])) WITH ORDINALITY AS wanted (id, position)
 JOIN rollouts r ON r.id = wanted.id
 JOIN rollout_features f ON f.rollout_id = r.id
 LEFT JOIN embeddings e ON e.text_digest = f.text_digest AND e.encoder = :encoder
 ORDER BY wanted.position
+""")
+
+# A grade voided or a rollout erased since the window was read leaves it.
+_REWARDS = text("""
+SELECT id, reward FROM rollouts WHERE id = ANY(:ids) AND reward IS NOT NULL AND erased_at IS NULL
 """)
 
 _MISSING = text("""
@@ -60,6 +66,11 @@ class Rewarded:
     ids: list[int]
     scored: Scored
 
+    @property
+    def by_id(self) -> dict[int, Task]:
+        """The tasks, for `load` to know when it reads the next window."""
+        return dict(zip(self.ids, self.scored.tasks, strict=True))
+
 
 class EmbeddingMissing(Exception):
     """A text has no cached vector yet; embed it and assemble again."""
@@ -75,14 +86,23 @@ def window(
     return list(found)[::-1]
 
 
-def load(connection: Connection, ids: Sequence[int], encoder: str) -> Rewarded:
-    """Read rollouts with rewards, in the order of `ids`. Raises EmbeddingMissing."""
-    rows = connection.execute(_TASKS, {"ids": list(ids), "encoder": encoder}).all()
+def load(
+    connection: Connection, ids: Sequence[int], encoder: str, known: Mapping[int, Task] = NOTHING_KNOWN
+) -> Rewarded:
+    """Read rollouts with rewards, in the order of `ids`. Raises EmbeddingMissing.
+
+    `known`: tasks read before with the same encoder. A rollout's task never changes, its reward may.
+    """
+    new = [id_ for id_ in ids if id_ not in known]
+    rows = connection.execute(_TASKS, {"ids": new, "encoder": encoder}).all() if new else []
     if any(row.vector is None for row in rows):
         raise EmbeddingMissing
-    rewards = np.array([row.reward for row in rows], dtype=np.float64)
     inflate = zstandard.ZstdDecompressor()  # making one costs more than what it inflates here
-    return Rewarded([row.id for row in rows], Scored([_task(row, inflate) for row in rows], rewards))
+    tasks = {**known, **{row.id: _task(row, inflate) for row in rows}}
+    rewards = {row.id: row.reward for row in connection.execute(_REWARDS, {"ids": list(ids)})}
+    kept = [id_ for id_ in ids if id_ in tasks and id_ in rewards]
+    scored = Scored([tasks[id_] for id_ in kept], np.array([rewards[id_] for id_ in kept], dtype=np.float64))
+    return Rewarded(kept, scored)
 
 
 def missing_texts(connection: Connection, ids: Sequence[int], encoder: str) -> dict[bytes, str]:

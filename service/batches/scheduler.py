@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, Engine, text
 
 from service import telemetry
+from service.baselines.features import Task
 from service.batches import alerts, assembly, choices, counts, expiry, gates, history, overload
 from service.batches.assembly import Outlook
+from service.batches.choices import Formed
 from service.batches.locks import ASSEMBLY, try_lock
 from service.database.engine import transaction
 from service.errors import Unavailable
@@ -49,6 +51,9 @@ class Scheduler:
         self._encoder = encoder
         self._interval = interval_seconds
         self._watched_at: dict[int, float] = {}
+        # The last batch's tasks, a policy's at a time: the next one's history is nearly the same. What
+        # was erased meanwhile is not asked for again, and goes with the next batch.
+        self._known: dict[int, dict[int, Task]] = {}
         self._log = telemetry.logger()
 
     def run(self, stop: threading.Event) -> None:
@@ -77,7 +82,10 @@ class Scheduler:
         """Do all that is due for one policy; its defects are logged and cost the others nothing."""
         try:
             self._tidy(policy_id)
-            return self._form(policy_id)
+            formed = self.form(policy_id)
+            if formed is not None:
+                choices.observe(self._engine, formed)
+            return int(formed is not None)
         except Unavailable:
             raise
         except Exception as error:
@@ -104,28 +112,31 @@ class Scheduler:
             self._watched_at[view.policy_id] = now
             alerts.keep(connection, view, alerts.find(connection, view))
 
-    def _form(self, policy_id: int) -> int:
+    def form(self, policy_id: int) -> Formed | None:
+        """Form the policy's next batch if one is due; what it needs is embedded first."""
+        known = self._known.get(policy_id, {})
         with transaction(self._engine) as connection:
             view = assembly.outlook(connection, policy_id)
             needed = [] if view.blocked_by else assembly.needed_rollouts(connection, view)
-            missing = history.missing_texts(connection, needed, self._encoder.name)
+            new = [rollout for rollout in needed if rollout not in known]
+            missing = history.missing_texts(connection, new, self._encoder.name) if new else {}
         if view.blocked_by:
-            return 0
-        self._embed(needed, missing)
-        return self._assemble(view)
+            return None
+        self._embed(new, missing)
+        return self._assemble(view, known)
 
-    def _assemble(self, view: Outlook) -> int:
+    def _assemble(self, view: Outlook, known: dict[int, Task]) -> Formed | None:
         try:
             with transaction(self._engine) as connection:
-                formed = assembly.assemble(connection, view, self._encoder.name)
+                formed = assembly.assemble(connection, view, self._encoder.name, known)
         except history.EmbeddingMissing:
-            return 0  # history moved on meanwhile; the next look embeds it
+            return None  # history moved on meanwhile; the next look embeds it
         if formed is None:
-            return 0
+            return None
+        self._known[view.policy_id] = formed.members.by_id | formed.past.by_id
         telemetry.BATCHES.labels(view.policy).inc()
         self._log.info("batch_formed", policy=view.policy, batch=formed.number, size=len(view.candidates))
-        choices.observe(self._engine, formed)
-        return 1
+        return formed
 
     def _embed(self, rollouts: Sequence[int], missing: dict[bytes, str]) -> None:
         if not missing:

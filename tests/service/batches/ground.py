@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import claims, counts, erasure, gates, leases, outcomes, quarantine
+from service.batches import choices, claims, counts, erasure, gates, leases, outcomes, quarantine
 from service.batches.claims import ClaimedBatch
 from service.batches.leases import Lease
 from service.batches.outcomes import Judgement, Published, Record, Step
@@ -47,6 +48,11 @@ class Ground:
     policy_id: int
     name: str
     settings: PolicySettings
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """One scheduler that lives through all that happens, with what it remembers."""
+        return Scheduler(self.engine, HashingEncoder(), interval_seconds=1)
 
     def trace(self, trace_id: str, *, task: str | None = None, **changes: Any) -> Outcome:
         """Post a trace; its text is that of its id."""
@@ -105,20 +111,19 @@ class Ground:
             for statement in _PASS:
                 connection.execute(text(statement), {"seconds": seconds, "policy": self.policy_id})
 
-    def scheduler(self) -> Scheduler:
-        """Return a scheduler that looks at this policy alone."""
-        return Scheduler(self.engine, HashingEncoder(), interval_seconds=1)
-
     def tidy(self) -> None:
         """Let gates, expiry and overload catch up, without forming a batch."""
         with transaction(self.engine) as connection:
             gates.evaluate_due(connection)
             counts.fold(connection)
-        self.scheduler()._tidy(self.policy_id)
+        self.scheduler._tidy(self.policy_id)
 
     def form(self) -> int:
         """Form a batch if one is due; return how many were formed."""
-        return self.scheduler()._form(self.policy_id)
+        formed = self.scheduler.form(self.policy_id)
+        if formed is not None:
+            choices.observe(self.engine, formed)
+        return int(formed is not None)
 
     def claim(self) -> tuple[Lease, ClaimedBatch | None]:
         """Take the lease and the next batch."""
