@@ -25,6 +25,7 @@ from sqlalchemy import Engine, text
 
 from benchmarks.report import Report
 from service.batches import assembly, counts, history, status
+from service.batches.outlook import outlook
 from service.batches.scheduler import Scheduler
 from service.database import engine as database
 from service.database import migrate, policies
@@ -174,7 +175,7 @@ def _fill(engine: Engine, name: str, count: int) -> int:
 def _embed_ahead(engine: Engine, policy: int) -> None:
     """Put the vectors of the next batch and its history into the cache, each of its own."""
     with transaction(engine) as connection:
-        view = assembly.outlook(connection, policy)
+        view = outlook(connection, policy)
         needed = assembly.needed_rollouts(connection, view)
         missing = list(history.missing_texts(connection, needed, Encoder.name))
         vectors = Encoder().encode([digest.hex() for digest in missing]) if missing else []

@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from service.batches.assembly import Outlook
 from service.batches.locks import ALERTS, try_lock
+from service.batches.outlook import Outlook
 from service.database.tables import ROLLOUT_STATES
 
 NEWEST_TRACES = 20

@@ -17,9 +17,9 @@ from sqlalchemy import Connection, Engine, text
 from service import telemetry
 from service.baselines.features import Task
 from service.batches import alerts, assembly, choices, counts, expiry, gates, history, overload
-from service.batches.assembly import Outlook
 from service.batches.choices import Formed
 from service.batches.locks import ASSEMBLY, try_lock
+from service.batches.outlook import Outlook, outlook
 from service.database.engine import transaction
 from service.errors import Unavailable
 
@@ -96,13 +96,13 @@ class Scheduler:
         """Evaluate what a change outdated, expire, leave out what is too much, watch for trouble."""
         with transaction(self._engine) as connection:
             gates.evaluate_policy(connection, policy_id)
-            view = assembly.outlook(connection, policy_id)
+            view = outlook(connection, policy_id)
             expiry.expire(connection, policy_id, view.settings.reward)
             self._watch(connection, view)
         if overload.is_too_much(view.settings, view.fresh):
             with transaction(self._engine) as connection:
                 if try_lock(connection, ASSEMBLY, policy_id):
-                    view = assembly.outlook(connection, policy_id)
+                    view = outlook(connection, policy_id)
                     overload.leave_out(connection, policy_id, view.settings, view.fresh_depths, view.fresh)
 
     def _watch(self, connection: Connection, view: Outlook) -> None:
@@ -116,7 +116,7 @@ class Scheduler:
         """Form the policy's next batch if one is due; what it needs is embedded first."""
         known = self._known.get(policy_id, {})
         with transaction(self._engine) as connection:
-            view = assembly.outlook(connection, policy_id)
+            view = outlook(connection, policy_id)
             needed = [] if view.blocked_by else assembly.needed_rollouts(connection, view)
             new = [rollout for rollout in needed if rollout not in known]
             missing = history.missing_texts(connection, new, self._encoder.name) if new else {}

@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from service.batches import alerts, assembly
-from service.batches.assembly import Outlook
+from service.batches import alerts
+from service.batches.outlook import Outlook, outlook
 from service.database.tables import ROLLOUT_STATES
 
 # One round trip for all that is one row: a busy machine makes each of them wait.
@@ -55,7 +55,7 @@ B_EFF_BATCHES = 32
 
 def policy_status(connection: Connection, policy_id: int) -> dict[str, Any]:
     """Return the status document of design/api.md."""
-    view = assembly.outlook(connection, policy_id)
+    view = outlook(connection, policy_id)
     present = connection.execute(_PRESENT, {"policy": policy_id}).one()
     rollouts, reasons = gate_counts(view)
     found = alerts.find(connection, view)

@@ -5,8 +5,8 @@ import threading
 import pytest
 from sqlalchemy import Engine, text
 
-from service.batches import assembly
 from service.batches.locks import ASSEMBLY, try_lock
+from service.batches.outlook import outlook
 from service.batches.scheduler import Scheduler
 from service.database import engine as database
 from service.database.engine import transaction
@@ -22,7 +22,7 @@ def graded(ground: Ground, count: int, *, start: int = 0) -> None:
 
 def blocked_by(ground: Ground) -> str:
     with ground.connection() as connection:
-        return assembly.outlook(connection, ground.policy_id).blocked_by
+        return outlook(connection, ground.policy_id).blocked_by
 
 
 def test_each_policy_gets_one_batch_a_look_however_much_another_has(engine: Engine) -> None:

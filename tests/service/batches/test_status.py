@@ -4,7 +4,8 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from service.batches import alerts, assembly
+from service.batches import alerts
+from service.batches.outlook import outlook
 from service.batches.scheduler import Scheduler
 from service.database.engine import transaction
 from tests.conftest import Api
@@ -21,7 +22,7 @@ def status(api: Api, ground: Ground) -> dict[str, Any]:
 
 def alert_codes(ground: Ground) -> set[str]:
     with transaction(ground.engine) as connection:
-        view = assembly.outlook(connection, ground.policy_id)
+        view = outlook(connection, ground.policy_id)
         return {alert.code for alert in alerts.find(connection, view)}
 
 
