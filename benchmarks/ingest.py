@@ -4,8 +4,8 @@
                                 [--soak-seconds 600] [--kills 20] [--only PART]
 
 One api process, auth on, Postgres on the same cores with fsync and synchronous_commit on, documents of
-about 4 KB, load from wrk. Arms alternate, and ratios are taken run by run. Not measured here: MLflow and
-Phoenix side by side (see README.md).
+about 4 KB, load from wrk. Arms alternate, and ratios are taken run by run. `rivals` installs MLflow and
+Phoenix into environments of their own (1.2 GB).
 """
 
 import argparse
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from benchmarks.intake import batch, crash, growth, servers, single, soak
+from benchmarks.intake import batch, crash, growth, rivals, servers, single, soak
 from benchmarks.report import Report
 
-PARTS = ("single", "batch", "crash", "growth", "soak")
+PARTS = ("single", "batch", "crash", "growth", "soak", "rivals")
 
 
 def main() -> int:
@@ -61,7 +61,14 @@ def _soak(report: Report, asked: argparse.Namespace) -> None:
         soak.measure(report, where, asked.soak_seconds)
 
 
-_MEASURES = {"single": _single, "batch": _batch, "crash": _crash, "growth": _growth, "soak": _soak}
+def _rivals(report: Report, asked: argparse.Namespace) -> None:
+    with _started() as (where, _):
+        rivals.measure(report, where, max(asked.seconds, 10.0))
+
+
+_MEASURES = {
+    "single": _single, "batch": _batch, "crash": _crash, "growth": _growth, "soak": _soak, "rivals": _rivals,
+}  # fmt: skip
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +96,15 @@ class Process:
 def start_api(where: Installation, environment: Mapping[str, str] | None = None) -> Process:
     """Start one api process and wait until it is ready."""
     command = [sys.executable, "-m", "yoro", "api", "--port", str(API_PORT)]
-    return _start(command, f"http://127.0.0.1:{API_PORT}", "/readyz", where, environment or {})
+    database = {"YORO_DATABASE_URL": where.postgres.url()}
+    return start(command, f"http://127.0.0.1:{API_PORT}", "/readyz", database | dict(environment or {}))
 
 
 def start_bare(where: Installation) -> Process:
     """Start the app that stores nothing."""
     command = [sys.executable, "-m", "benchmarks.intake.bare", str(BARE_PORT)]
-    return _start(command, f"http://127.0.0.1:{BARE_PORT}", "/openapi.json", where, {})
+    database = {"YORO_DATABASE_URL": where.postgres.url()}
+    return start(command, f"http://127.0.0.1:{BARE_PORT}", "/openapi.json", database)
 
 
 @contextmanager
@@ -116,11 +118,15 @@ def running(process: Process) -> Iterator[Process]:
             process.popen.wait(60)
 
 
-def _start(
-    command: list[str], url: str, ready: str, where: Installation, environment: Mapping[str, str]
+def start(
+    command: list[str], url: str, ready: str, environment: Mapping[str, str], folder: str | None = None
 ) -> Process:
-    environ = os.environ | {"YORO_DATABASE_URL": where.postgres.url(), "OMP_NUM_THREADS": "1", **environment}
-    process = Process(subprocess.Popen(command, env=environ), url)
+    """Start a server and wait until it answers at `ready`; with a folder, it runs and logs there."""
+    environ = os.environ | {"OMP_NUM_THREADS": "1", **environment}
+    with ExitStack() as stack:
+        log = stack.enter_context(Path(folder, "server.log").open("ab")) if folder else None
+        popen = subprocess.Popen(command, env=environ, cwd=folder, stdout=log, stderr=log)
+    process = Process(popen, url)
     last: object = "it ended"
     deadline = time.monotonic() + START_SECONDS
     while process.popen.poll() is None and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,34 @@ function request()
   return wrk.format(nil, PATH, nil, "[" .. table.concat(parts, ",") .. "]")
 end
 """
+_BINARY = """
+wrk.method = "POST"
+HEADERS
+local file = assert(io.open(FILE, "rb"))
+local rest, pieces, widths = file:read("*a"), {}, {}
+local places = {PLACES}
+while true do
+  local first, last, width
+  for _, place in ipairs(places) do
+    local from, to = string.find(rest, place[1], 1, true)
+    if from and (not first or from < first) then first, last, width = from, to, place[2] end
+  end
+  if not first then break end
+  pieces[#pieces + 1], widths[#widths + 1] = string.sub(rest, 1, first - 1), width
+  rest = string.sub(rest, last + 1)
+end
+local counter = RUN * 10000000
+function request()
+  local parts = {}
+  for at = 1, #pieces do
+    counter = counter + 1
+    parts[2 * at - 1] = pieces[at]
+    parts[2 * at] = string.format("%0" .. widths[at] .. "d", counter)
+  end
+  parts[#parts + 1] = rest
+  return wrk.format(nil, PATH, nil, table.concat(parts))
+end
+"""
 PLACE = "TRACE-ID"
 """What stands for the id in the document that is sent."""
 
@@ -81,6 +109,25 @@ def load_batches(
     """Send arrays of `count` documents, each under a new id, for a while."""
     script = _script(_MANY, encoded(document(PLACE)), key, run)
     script = script.replace("PATH", _quoted("/v1/traces/batch")).replace("COUNT", str(count))
+    return _run(url, script, connections, seconds)
+
+
+def load_binary(
+    url: str,
+    path: str,
+    headers: Mapping[str, str],
+    body: Path,
+    places: Mapping[bytes, int],
+    *,
+    connections: int,
+    seconds: float,
+    run: int,
+) -> Load:
+    """Send the file's bytes for a while, each placeholder replaced by a new number of its own width."""
+    named = "\n".join(f"wrk.headers[ {_quoted(name)} ] = {_quoted(value)}" for name, value in headers.items())
+    found = ", ".join(f"{{{_quoted(place.decode())}, {width}}}" for place, width in places.items())
+    script = (_BINARY + _DONE).replace("HEADERS", named).replace("FILE", _quoted(str(body)))
+    script = script.replace("PLACES", found).replace("RUN", str(run)).replace("PATH", _quoted(path))
     return _run(url, script, connections, seconds)
 
 

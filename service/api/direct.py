@@ -5,6 +5,7 @@ YoroError. FastAPI's middlewares, routing and parameter solving cost more than p
 still has the same routes, for its OpenAPI document and for any path spelt differently.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
 from service.api import problems
+from service.errors import Unavailable
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -45,5 +47,7 @@ class DirectApp(FastAPI):
 async def _answer(handler: Handler, request: Request) -> Response:
     try:
         return await handler(request)
+    except asyncio.CancelledError:  # a stopping server gives up on what still waits; it may be stored or not
+        return problems.respond_to(request, Unavailable("The server is stopping"))
     except Exception as error:  # the outermost place of a request: whatever it is, the client gets a problem
         return problems.respond_to(request, error)

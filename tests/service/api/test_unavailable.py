@@ -1,12 +1,15 @@
 """Disk full, slow statements, a database that is gone, overload: 503 with Retry-After, and no loss."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi import Request, Response
 from sqlalchemy import Engine, create_engine, text
 
+from service.api.direct import DirectApp
 from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.errors import Unavailable
@@ -121,3 +124,30 @@ def test_intake_is_refused_while_it_closes(api: Api, make_policy: MakePolicy) ->
     assert refused(api.post_trace(trace()))
     with pytest.raises(Unavailable):
         writes.submit([], 0)
+
+
+def test_a_request_that_a_stopping_server_gives_up_on_is_answered_503() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def stop_while_it_waits() -> None:
+        waits = asyncio.Event()
+
+        async def handler(request: Request) -> Response:
+            waits.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        app = DirectApp()
+        app.direct = {"/v1/traces": handler}
+        scope = {"type": "http", "method": "POST", "path": "/v1/traces", "headers": []}
+        serving = asyncio.create_task(app(scope, None, send))  # type: ignore[arg-type]
+        await waits.wait()
+        serving.cancel()
+        await serving
+
+    asyncio.run(stop_while_it_waits())
+    assert sent[0]["status"] == 503
+    assert (b"content-type", b"application/problem+json") in sent[0]["headers"]
