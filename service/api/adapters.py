@@ -81,7 +81,8 @@ async def show_adapter(request: Request) -> Response:
     pointer = _POINTERS.get(which)
     if pointer is None:
         version = await run_in_threadpool(_numbered, here, policy_id, which)
-        return _described(request, version.etag, await here.pointers.description(policy_id, _at(version)))
+        at = Pointed(policy, version.version, version.etag)
+        return _described(request, version.etag, await here.pointers.description(policy_id, at))
     found = await here.pointers.other_than(policy_id, pointer, unless, wait)
     if wait:
         await _permitted_waiting(request, policy)  # the key may have been revoked meanwhile
@@ -178,10 +179,6 @@ def _numbered(here: Context, policy_id: int, which: str) -> Version:
         if _NUMBER.fullmatch(which) and int(which) <= _MOST:
             return registry.by_number(connection, policy_id, int(which))
     raise NotFound(f"{which!r} is neither latest, promoted nor a number", code="version_not_found")
-
-
-def _at(version: Version) -> Pointed:
-    return Pointed(version.version, version.etag)
 
 
 def _with_files(here: Context, policy_id: int, which: str) -> Version:
