@@ -34,6 +34,7 @@ def pull(
     run: Annotated[
         str, typer.Option(help="With --watch: command for each version; {policy}, {version}, {folder}.")
     ] = "",
+    keep: Annotated[int, typer.Option(min=0, help="Versions to keep in INTO beside current; 0: all.")] = 0,
     verify_key: Annotated[
         Path | None, typer.Option(help="Public key (PEM) that the version must be signed with.")
     ] = None,
@@ -44,6 +45,7 @@ def pull(
     """Download a version, verify every checksum, and point INTO/current at it."""
     from yoro import following
     from yoro.pull import pull as fetch
+    from yoro.pull import remove_older
     from yoro.signature import load_verify_key
 
     trusted = load_verify_key(verify_key) if verify_key is not None else None
@@ -53,6 +55,8 @@ def pull(
         print(folder if folder is not None else f"{policy} is at version 0, the base model", flush=True)
         if words and (code := following.run(words, policy, at, folder)):
             Console(stderr=True).print(f"the command ended with {code}", markup=False)
+        if keep:
+            remove_older(into, policy, keep)
 
     def failed(message: str) -> None:
         Console(stderr=True).print(f"yoro pull: {message}", markup=False)
@@ -60,6 +64,8 @@ def pull(
     with connect(url, key, data) as client:
         if not watch:
             print(fetch(client, policy, into, version, trusted))
+            if keep:
+                remove_older(into, policy, keep)
             return
         if version.isdecimal():
             raise typer.BadParameter("--watch follows latest or promoted: a number never moves")
