@@ -33,7 +33,8 @@ LONGEST_WAIT = 60.0
 _POINTERS: dict[str, Pointer] = {"latest": "latest", "promoted": "promoted"}
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 _MOST = 2**31 - 1
-_FOR_GOOD = "public, max-age=31536000, immutable"
+_FOR_GOOD = "private, max-age=31536000, immutable"
+"""Private: a cache that many share must not hand to anybody what needs a key."""
 
 
 _PARAMETERS: dict[str, Any] = {
