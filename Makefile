@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE = 1
 
 BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py benchmarks/report.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: soak-adapters setup demo test check format constraints clean help $(BENCHMARKS)
+.PHONY: soak-adapters test-s3 setup demo test check format constraints clean help $(BENCHMARKS)
 
 help:            ## list the targets
 	@grep -hE '^[a-zA-Z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,6 +34,10 @@ test: setup      ## all tests; PG=15 runs them on Debian's PostgreSQL 15 instead
 
 soak-adapters: setup ## pullers, pollers and publisher killed at random through 200 moves of the pointers
 	YORO_CHAOS_MOVES=200 $(BIN)/pytest -s tests/service/adapters/test_chaos.py
+
+test-s3: setup   ## the adapter store over Amazon's protocol, spoken by a local moto
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3]' 'moto[server]>=5.2'
+	YORO_TEST_STORE=s3 $(BIN)/pytest tests/service/adapters --deselect tests/service/adapters/test_chaos.py
 
 check: setup     ## style, types, import rules, schema drift
 	$(BIN)/ruff format --check .

@@ -23,7 +23,8 @@ OVERLOADS = Counter("yoro_overloads_total", "Requests answered 503 because the w
 BATCHES = Counter("yoro_batches_total", "Batches formed", ["policy"])
 STEPS = Counter("yoro_steps_total", "Batches ended by the trainer", ["policy", "outcome"])
 STEP_SECONDS = Histogram("yoro_step_seconds", "Claim to commit of one batch", ["policy"])
-HEAD_VERSION = Gauge("yoro_head_version", "Newest version", ["policy"])
+HEAD_VERSION = Gauge("yoro_head_version", "Version that training goes on from", ["policy"])
+PROMOTED_VERSION = Gauge("yoro_promoted_version", "Version that should serve", ["policy"])
 
 
 def set_up_logging(process: str) -> None:

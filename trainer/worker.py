@@ -134,7 +134,6 @@ class Worker:
         self.restorer.keep(lease, batch.head.next_version, loaded)
         self.at("committed")
         telemetry.STEPS.labels(batch.policy, "trained").inc()
-        telemetry.HEAD_VERSION.labels(batch.policy).set(batch.head.next_version)
         telemetry.logger().info(
             "version_published", policy=batch.policy, version=batch.head.next_version,
             batch=batch.number, reward=round(metrics.get("reward/mean", 0.0), 4),

@@ -1,4 +1,4 @@
-"""The public client for asyncio: what agents and graders need, with the same retries as `Client`.
+"""The public client for asyncio: for agents, graders and whoever serves versions; retries as `Client` does.
 
 Every call may be repeated: the service recognises a duplicate. Knows nothing of the service's code.
 """
@@ -59,6 +59,32 @@ class AsyncClient:
     async def adapter(self, policy: str, which: str = "latest") -> dict[str, Any]:
         """Show the manifest of `latest`, `promoted` or a number."""
         return await self._json("GET", f"/v1/policies/{policy}/adapters/{which}")
+
+    async def await_adapter(
+        self, policy: str, which: str, *, unless: int | None, seconds: float
+    ) -> dict[str, Any] | None:
+        """Show what a pointer comes to as soon as that is not `unless`; None: it has stayed there."""
+        path, query = f"/v1/policies/{policy}/adapters/{which}", retries.given(wait=seconds, unless=unless)
+        answer = await self._send("GET", path, params=query, timeout=seconds + 30.0)
+        return None if answer.status_code == 304 else dict(answer.json())
+
+    async def promote(
+        self, policy: str, version: int, *, force: bool = False, note: str = ""
+    ) -> dict[str, Any]:
+        """Point `promoted` at a version."""
+        path = f"/v1/policies/{policy}/adapters/{version}/promote"
+        return await self._json("POST", path, json={"force": force, "note": note})
+
+    async def roll_back(
+        self, policy: str, to: int, *, rewind_trainer: bool = False, force: bool = False, note: str = ""
+    ) -> dict[str, Any]:
+        """Go back to an older version: what serves alone, or the trainer too."""
+        wish = {"to": to, "rewind_trainer": rewind_trainer, "force": force, "note": note}
+        return await self._json("POST", f"/v1/policies/{policy}/rollback", json=wish)
+
+    async def trace(self, trace_id: str, policy: str | None = None) -> dict[str, Any]:
+        """Tell one trace's whole story: its grades, where it stands and why. Needs the role `reader`."""
+        return await self._json("GET", f"/v1/traces/{trace_id}", params=retries.given(policy=policy))
 
     async def _post_many(self, path: str, documents: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         results: list[dict[str, Any]] = []

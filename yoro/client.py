@@ -56,6 +56,21 @@ class Client:
         """Post many grades in batches; one result each, in order, with `problem` where one was refused."""
         return self._post_many("/v1/rewards/batch", grades)
 
+    def trace(self, trace_id: str, policy: str | None = None) -> dict[str, Any]:
+        """Tell one trace's whole story: its grades, where it stands and why. Needs the role `reader`."""
+        return self._json("GET", f"/v1/traces/{trace_id}", params=retries.given(policy=policy))
+
+    def traces(
+        self, policy: str | None = None, *, state: str | None = None, reason: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """List traces, newest first, of a state and a reason in it. Needs the role `reader`."""
+        query = retries.given(policy=policy, state=state, reason=reason)
+        return self._pages("/v1/traces", "traces", query)
+
+    def erase_trace(self, trace_id: str, policy: str | None = None) -> dict[str, Any]:
+        """Erase a trace for good; versions trained on it are marked tainted."""
+        return self._json("DELETE", f"/v1/traces/{trace_id}", params=retries.given(policy=policy))
+
     def limits(self) -> dict[str, Any]:
         """Return what the service takes: sizes, counts, depth."""
         return self._json("GET", "/v1/limits")
@@ -133,13 +148,20 @@ class Client:
 
     def adapters(self, policy: str) -> Iterator[dict[str, Any]]:
         """List the versions of a policy, newest first."""
-        cursor: dict[str, Any] = {}
-        while True:
-            page = self._json("GET", f"/v1/policies/{policy}/adapters", params=cursor)
-            yield from page["adapters"]
-            if page["next_cursor"] is None:
-                return
-            cursor = {"cursor": page["next_cursor"]}
+        return self._pages(f"/v1/policies/{policy}/adapters", "adapters", {})
+
+    def pointer_moves(self, policy: str) -> Iterator[dict[str, Any]]:
+        """List where `latest` and `promoted` pointed, when and why, newest first."""
+        return self._pages(f"/v1/policies/{policy}/pointer-moves", "moves", {})
+
+    def promotion_checks(self, policy: str) -> list[dict[str, Any]]:
+        """List what gates and hook said of the newest versions of a gated policy."""
+        found: list[dict[str, Any]] = self._json("GET", f"/v1/policies/{policy}/promotion-checks")["checks"]
+        return found
+
+    def steps(self, policy: str) -> Iterator[dict[str, Any]]:
+        """List ended batches, newest first, with their metrics."""
+        return self._pages(f"/v1/policies/{policy}/steps", "steps", {})
 
     def promote(self, policy: str, version: int, *, force: bool = False, note: str = "") -> dict[str, Any]:
         """Point `promoted` at a version."""
@@ -171,6 +193,16 @@ class Client:
     def _json(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         document: dict[str, Any] = self._send(method, path, **request).json()
         return document
+
+    def _pages(self, path: str, name: str, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield what a list holds, page after page."""
+        cursor: dict[str, Any] = {}
+        while True:
+            page = self._json("GET", path, params={**query, **cursor})
+            yield from page[name]
+            if page["next_cursor"] is None:
+                return
+            cursor = {"cursor": page["next_cursor"]}
 
     def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
         for attempt in range(self._retries):

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from yoro.client import Client
 from yoro.retries import ApiError
 from yoro.signature import PullError, VerifyKey, verify_signature
 
-__all__ = ["PullError", "is_whole", "point_at", "pull", "pull_version"]
+__all__ = ["PullError", "is_whole", "point_at", "pull", "pull_version", "remove_older"]
 
 LINK = "current"
 TRIES = 8
@@ -61,6 +62,8 @@ def pull_version(
     with _alone(into):
         if not is_whole(target, manifest):
             _fetch(client, policy, manifest, target)
+            for given_up in into.glob(f".{policy}-v*.partial"):  # the pointer went on before it was whole
+                shutil.rmtree(given_up)
     return target
 
 
@@ -83,6 +86,19 @@ def point_at(into: Path, name: str | None) -> None:
             fresh.symlink_to(name)
             fresh.replace(into / LINK)
         _sync_folder(into)
+
+
+def remove_older(into: Path, policy: str, keep: int) -> list[str]:
+    """Remove all versions but the `keep` pulled last and the current one; return the names of those gone."""
+    named = re.compile(re.escape(policy) + r"-v\d+")
+    with _alone(into):
+        pulled = [path for path in into.resolve().iterdir() if named.fullmatch(path.name)]
+        doomed = sorted(pulled, key=lambda path: path.stat().st_mtime)[:-keep]
+        doomed = [path for path in doomed if path != (into / LINK).resolve()]
+        for path in doomed:
+            aside = path.rename(into / f".{path.name}.removed")  # never half there under its name
+            shutil.rmtree(aside)
+    return [path.name for path in doomed]
 
 
 def _fetch(client: Client, policy: str, manifest: dict[str, Any], target: Path) -> None:

@@ -34,6 +34,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def given(**query: Any) -> dict[str, Any]:
+    """Return the parameters of a query that have a value."""
+    return {name: value for name, value in query.items() if value is not None}
+
+
 def wait_before_retry(answer: httpx.Response, attempt: int) -> float | None:
     """Return the seconds to wait before the request is sent again; None: it must not be."""
     if answer.status_code not in RETRIED_STATUSES:

@@ -76,7 +76,7 @@ class Up:
         """Start everything and wait until the API answers. Raises Conflict or Unavailable."""
         data = self.settings.data
         data.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_folder(data)
+        self._lock = lock_folder(data)
         _check_port(self.host, self.port)
         for record in sorted((data / "processes").glob("*.json")):
             if end_recorded(record, signal.SIGTERM):
@@ -227,7 +227,8 @@ def _threads(name: str) -> int:
     return cores if name == "trainer" else max(1, cores // 2) if name == "scheduler" else 1
 
 
-def _lock_folder(data: Path) -> IO[str]:
+def lock_folder(data: Path) -> IO[str]:
+    """Take an installation's folder for this process, until the lock is closed. Raises Conflict."""
     lock = (data / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,9 +38,10 @@ ORDER BY v.version DESC LIMIT :limit
 
 
 _POINTERS = text("""
-SELECT l.policy_id, p.pointer, v.version, v.manifest_sha256, cardinality(v.tainted) AS taints, v.rewound,
-       v.pinned, v.files_removed_at IS NOT NULL AS gone
+SELECT l.policy_id, o.name AS policy, p.pointer, v.version, v.manifest_sha256,
+       cardinality(v.tainted) AS taints, v.rewound, v.pinned, v.files_removed_at IS NOT NULL AS gone
 FROM lineages l
+JOIN policies o ON o.id = l.policy_id
 CROSS JOIN LATERAL (VALUES ('latest', l.head_version), ('promoted', l.promoted_version))
     AS p (pointer, version)
 JOIN policy_versions v ON v.policy_id = l.policy_id AND v.version = p.version
@@ -49,8 +50,9 @@ JOIN policy_versions v ON v.policy_id = l.policy_id AND v.version = p.version
 
 @dataclass(frozen=True, slots=True)
 class Pointed:
-    """Where a pointer points, and the ETag of what stands there."""
+    """Where a pointer of a policy points, and the ETag of what stands there."""
 
+    policy: str
     version: int
     etag: str
 
@@ -104,6 +106,7 @@ def pointers(connection: Connection) -> dict[tuple[int, Pointer], Pointed]:
     """Return where every policy's pointers point: two narrow rows a policy."""
     return {
         (row.policy_id, row.pointer): Pointed(
+            row.policy,
             row.version,
             revision_etag(row.version, row.manifest_sha256, row.taints, (row.rewound, row.pinned, row.gone)),
         )

@@ -68,7 +68,7 @@ class Synchroniser:
     slots: int = 2
     """Adapters that fit at once (vLLM: `--max-loras`)."""
     drain_seconds: float = 300.0
-    """Time that a version stays loaded after it is no longer wanted: requests are under way."""
+    """Time that a version stays loaded after nobody is told to use it: requests are under way."""
     tolerance: float = TOLERANCE
     clock: Callable[[], float] = time.monotonic
     _unwanted_since: dict[str, float] = field(default_factory=dict)
@@ -76,10 +76,13 @@ class Synchroniser:
     _failed_at: dict[str, float] = field(default_factory=dict)
     _warning: str = ""
 
-    def reconcile(self, target: Wanted | None) -> State:
-        """Do what can be done now. None: the base model serves, every version drains."""
+    def reconcile(self, target: Wanted | None, in_use: str | None = None) -> State:
+        """Do what can be done now. None: the base model serves, every version drains.
+
+        `in_use`: the name that callers are told to use; it stays until they are told another one.
+        """
         try:
-            loaded = self._drained(target)
+            loaded = self._drained({target.name if target is not None else None, in_use})
             problem = self._serve(target, loaded) if target is not None else ""
             listed = self.replica.loaded()
         except ReplicaError as error:
@@ -87,13 +90,13 @@ class Synchroniser:
         ready = not problem and (target is None or target.name in self._probed)
         return State(self.replica.url, ready, tuple(sorted(self._mine(listed))), problem, self._warning)
 
-    def _drained(self, target: Wanted | None) -> Mapping[str, str]:
+    def _drained(self, needed: set[str | None]) -> Mapping[str, str]:
         """Unload what has been unwanted long enough; return what the server lists then."""
         loaded, now = self.replica.loaded(), self.clock()
         self._probed &= loaded.keys()  # a restart forgets
         if not loaded:
             self._warning = ""
-        unwanted = self._mine(loaded) - {target.name if target is not None else ""}
+        unwanted = self._mine(loaded) - needed
         self._unwanted_since = {name: self._unwanted_since.get(name, now) for name in unwanted}
         due = [name for name, since in self._unwanted_since.items() if now - since >= self.drain_seconds]
         for name in due:

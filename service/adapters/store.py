@@ -151,18 +151,19 @@ class AdapterStore:
         return tuple(info.get(name) for name in ("size", "mtime", "ino", "ETag", "etag", "created"))
 
     def _put(self, path: str, body: bytes) -> None:
-        with self._open_new(path) as out:
-            out.write(body)
-            if self.local_root is not None:
-                out.flush()
-                os.fsync(out.fileno())
-
-    def _open_new(self, path: str) -> Any:
-        """Open a file that must not exist: the store itself refuses (s3, gs, folders, memory)."""
+        """Write a file that must not exist. The store itself refuses: a folder on opening, s3 on closing."""
         try:
-            return self._files.open(path, "xb")
+            with self._open_new(path) as out:
+                out.write(body)
+                if self.local_root is not None:
+                    out.flush()
+                    os.fsync(out.fileno())
         except FileExistsError as error:
             raise Conflict(f"{path} exists in the adapter store", code="folder_exists") from error
+
+    def _open_new(self, path: str) -> Any:
+        try:
+            return self._files.open(path, "xb")
         except (ValueError, NotImplementedError):
             return self._files.open(path, "wb")
 

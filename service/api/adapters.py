@@ -33,7 +33,8 @@ LONGEST_WAIT = 60.0
 _POINTERS: dict[str, Pointer] = {"latest": "latest", "promoted": "promoted"}
 _NUMBER = re.compile(r"\d{1,10}", re.ASCII)
 _MOST = 2**31 - 1
-_FOR_GOOD = "public, max-age=31536000, immutable"
+_FOR_GOOD = "private, max-age=31536000, immutable"
+"""Private: a cache that many share must not hand to anybody what needs a key."""
 
 
 _PARAMETERS: dict[str, Any] = {
@@ -81,7 +82,8 @@ async def show_adapter(request: Request) -> Response:
     pointer = _POINTERS.get(which)
     if pointer is None:
         version = await run_in_threadpool(_numbered, here, policy_id, which)
-        return _described(request, version.etag, await here.pointers.description(policy_id, _at(version)))
+        at = Pointed(policy, version.version, version.etag)
+        return _described(request, version.etag, await here.pointers.description(policy_id, at))
     found = await here.pointers.other_than(policy_id, pointer, unless, wait)
     if wait:
         await _permitted_waiting(request, policy)  # the key may have been revoked meanwhile
@@ -178,10 +180,6 @@ def _numbered(here: Context, policy_id: int, which: str) -> Version:
         if _NUMBER.fullmatch(which) and int(which) <= _MOST:
             return registry.by_number(connection, policy_id, int(which))
     raise NotFound(f"{which!r} is neither latest, promoted nor a number", code="version_not_found")
-
-
-def _at(version: Version) -> Pointed:
-    return Pointed(version.version, version.etag)
 
 
 def _with_files(here: Context, policy_id: int, which: str) -> Version:

@@ -26,8 +26,10 @@ from service.errors import NotFound, Unavailable
 RESYNC_SECONDS = 1.0
 KEPT = 256
 """Descriptions and versions kept in memory."""
+WOKEN_AT_ONCE = 100
 
 Key = tuple[int, Pointer]
+_GAUGES = {"latest": telemetry.HEAD_VERSION, "promoted": telemetry.PROMOTED_VERSION}
 
 
 class PointerWatch:
@@ -61,6 +63,8 @@ class PointerWatch:
             with transaction(self._engine) as connection:
                 self._pointed = registry.pointers(connection)
             moved = [key for key, found in self._pointed.items() if before.get(key) != found]
+            for key in moved:
+                _show(key[1], self._pointed[key])
         if moved and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake, moved)
 
@@ -131,10 +135,15 @@ class PointerWatch:
         return True
 
     def _wake(self, moved: list[Key]) -> None:
-        for key in moved:
-            for notice in self._waiting.pop(key, ()):
-                if not notice.done():
-                    notice.set_result(None)
+        self._wake_some([notice for key in moved for notice in self._waiting.pop(key, ())])
+
+    def _wake_some(self, notices: list[asyncio.Future[None]]) -> None:
+        """Wake a few in each turn of the loop: ten thousand at once would keep all other requests waiting."""
+        for notice in notices[:WOKEN_AT_ONCE]:
+            if not notice.done():
+                notice.set_result(None)
+        if len(notices) > WOKEN_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._wake_some, notices[WOKEN_AT_ONCE:])
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -157,3 +166,8 @@ class PointerWatch:
                         pass
             finally:
                 connection.invalidate()  # nobody else gets a connection that listens
+
+
+def _show(pointer: Pointer, found: Pointed) -> None:
+    """Export where a pointer points, a rewind or a rollback too: only the database knows, not a trainer."""
+    _GAUGES[pointer].labels(found.policy).set(found.version)

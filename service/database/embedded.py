@@ -135,6 +135,15 @@ class EmbeddedPostgres:
         return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
 
+def url_of_running(folder: Path) -> str:
+    """Return the SQLAlchemy URL of the server that runs over `folder`. Raises Unavailable."""
+    try:
+        sockets = (folder / "postmaster.pid").read_text().splitlines()[4]
+    except (OSError, IndexError) as error:
+        raise Unavailable(f"No Postgres runs over {folder}") from error
+    return f"postgresql+psycopg://postgres@/{DATABASE}?host={sockets}"
+
+
 def identity(pid: int) -> dict[str, Any]:
     """Return what identifies a process beyond the reuse of its pid."""
     return {"pid": pid, "started": psutil.Process(pid).create_time()}

@@ -35,8 +35,12 @@ class Installation:
 
     def yoro(self, *arguments: str) -> str:
         """Run a client verb against it and return what it prints."""
+        return self.on_server(*arguments, "--url", self.url)
+
+    def on_server(self, *arguments: str) -> str:
+        """Run a verb on its machine, whether it is up or not, and return what that prints."""
         done = subprocess.run(
-            [sys.executable, "-m", "yoro", *arguments, "--url", self.url, "--data", str(self.data)],
+            [sys.executable, "-m", "yoro", *arguments, "--data", str(self.data)],
             capture_output=True, text=True, check=False, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

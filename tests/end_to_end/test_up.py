@@ -68,9 +68,13 @@ def test_from_posted_traces_to_an_adapter_that_plain_peft_loads(up: Installation
     trained = [p for name, p in adapted.named_parameters() if "lora_B" in name]
     assert any(parameter.abs().sum() > 0 for parameter in trained)
 
+    assert up.on_server("adapters", "gc", "--keep", "1", "--younger-hours", "0") == ""
+    with pytest.raises(AssertionError, match="Another `yoro up` runs in"):
+        up.on_server("adapters", "recover")
     family = up.family()
     assert up.stop(signal.SIGINT) == 0
     assert all_gone(family)
+    assert "support: the next version is 2" in up.on_server("adapters", "recover")
 
     again = installation.start(up.data, up.model_root)
     try:

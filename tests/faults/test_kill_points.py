@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, text
 
+from service.adapters import retention
 from service.adapters.store import AdapterStore
+from service.batches.rewind import rewind
 from service.database.engine import transaction
 from service.settings import Settings
 from tests import training_ground
@@ -119,6 +121,43 @@ def test_a_worker_that_sleeps_past_its_lease_wakes_to_find_its_token_old(
     sleeper.terminate()  # its lease was lost and it waits for work
     sleeper.join(20)
     assert head_sha256(engine, worker_settings, tmp_path) == whole == undisturbed["sha256"]
+
+
+@pytest.mark.parametrize("point", ["", "rows_built", "stepped", "before_commit"])
+def test_a_step_under_way_when_the_trainer_is_rewound_is_lost_and_the_next_starts_from_there(
+    point: str, engine: Engine, worker_settings: Settings, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    """Without a point nobody is at work: what a worker started afterwards makes of version 1 is the measure.
+
+    The others are stopped by a signal amid their third step, with version 2 in memory, and woken afterwards.
+    """
+    policy_id = training_ground.prepare_batches(engine, BATCHES)
+    worker = worker_process.start(worker_settings, Fault(point, "sleep", 3), BATCHES if point else 2)
+    assert worker.pid is not None
+    if point:
+        _await_stopped(worker.pid)
+    else:
+        worker.join(60)
+    with transaction(engine) as connection:
+        rewind(connection, policy_id, 1, reason="rewind by test")
+    assert training_ground.form_batches(engine) == 1  # of the rollouts whose step is lost
+    if point:
+        os.kill(worker.pid, signal.SIGCONT)
+        worker.join(60)
+        assert worker.exitcode == 0
+    else:
+        assert run(worker_settings) == 0
+    rows = {row["version"]: row for row in training_ground.chain(engine)}
+    assert [(rows[n]["parent"], rows[n]["depth"], rows[n]["rewound"]) for n in (1, 2, 3)] == [
+        (0, 1, False), (1, 2, True), (1, 2, False),
+    ]  # fmt: skip
+    assert undisturbed.setdefault("rewound", rows[3]["adapter_sha256"]) == rows[3]["adapter_sha256"]
+    store = AdapterStore(worker_settings.store_url)
+    store.download(rows[3]["folder"], tmp_path / "head", with_state=True)
+    with transaction(engine) as connection:
+        assert connection.execute(text("SELECT DISTINCT state FROM rollouts")).scalars().all() == ["trained"]
+        left_behind = retention.orphans(connection, store, policy_id, training_ground.POLICY)
+    assert len(left_behind) == bool(point)  # for the garbage collector: no commit can claim it
 
 
 def _await_stopped(pid: int) -> None:

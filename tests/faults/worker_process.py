@@ -48,9 +48,11 @@ class DyingStore(AdapterStore):
 
 
 def context() -> ForkServerContext:
-    """A fork server with torch and the trainer loaded."""
+    """The fork server of a test session, with torch, the trainer and the api loaded."""
     made = get_context("forkserver")
-    made.set_forkserver_preload(["trainer.worker", "tests.faults.worker_process"])
+    made.set_forkserver_preload(
+        ["trainer.worker", "tests.faults.worker_process", "service.api.app", "uvicorn", "yoro.cli"]
+    )
     return made
 
 

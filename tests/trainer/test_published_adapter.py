@@ -16,6 +16,8 @@ from service.adapters.store import AdapterStore
 from service.settings import Settings
 from tests import training_ground
 from tests.tiny_model import write_tiny_model
+from tests.trainer import llama_cpp
+from tests.trainer.llama_cpp import LlamaCpp
 from yoro import export
 
 
@@ -91,6 +93,27 @@ def test_a_gguf_lora_has_every_delta_in_the_order_of_a_gguf_base(pulled: Path) -
         name = f"blk.1.{theirs}.weight"
         found = stored[f"{name}.lora_b"] @ stored[f"{name}.lora_a"]
         assert np.allclose(undo(found, 4, heads) if heads else found, delta)
+
+
+def test_the_real_llama_cpp_gives_the_trainer_s_logprobs(pulled: Path, engine: Engine) -> None:
+    pytest.importorskip("xllamacpp", reason="pip install xllamacpp: the real llama.cpp")
+    manifest = training_ground.chain(engine)[1]["manifest"]
+    tiny = pulled / "models" / "tiny"
+    export.write_gguf(pulled / "pulled", export.shape_of(tiny / "config.json"), pulled / "lora.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    ids = tokenizer(manifest["probe"]["text"])["input_ids"]
+    base = llama_cpp.write_base(tiny, pulled / "base.gguf")
+    server = LlamaCpp(base, [pulled / "lora.gguf"], letter=tokenizer.convert_tokens_to_ids("a"))
+    # Adapter and base alternate over one prompt: cache_prompt false keeps them apart (CASES.md, 6).
+    found, bare = zip(
+        *(
+            [server.next_logprobs(ids[:end], lora)[ids[end]] for lora in (0, None)]
+            for end in range(1, len(ids))
+        ),
+        strict=True,
+    )
+    assert found == pytest.approx(manifest["probe"]["logprobs"], abs=1e-4)
+    assert bare != pytest.approx(found, abs=1e-3)
 
 
 def test_a_version_of_an_installation_with_a_key_is_signed(pulled: Path, engine: Engine) -> None:

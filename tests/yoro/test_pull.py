@@ -18,7 +18,7 @@ from service.adapters import signing
 from yoro import signature
 from yoro.client import Client
 from yoro.following import follow
-from yoro.pull import PullError, is_whole, pull
+from yoro.pull import PullError, is_whole, point_at, pull, remove_older
 from yoro.signature import BadSignature, load_verify_key
 
 FILES = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": bytes(range(256)) * 400}
@@ -347,3 +347,30 @@ def test_client_and_service_agree_on_what_is_signed() -> None:
 def test_a_pulled_folder_says_what_it_is(server: Server, client: Client, tmp_path: Path) -> None:
     folder = pull(client, "support", tmp_path)
     assert is_whole(folder, json.loads((folder / "manifest.json").read_text()))
+
+
+def test_what_a_pull_gave_up_on_goes_once_a_version_is_whole(
+    server: Server, client: Client, tmp_path: Path
+) -> None:
+    given_up = tmp_path / ".support-v7.partial"
+    given_up.mkdir()
+    (given_up / "adapter_config.json").write_bytes(b"{")
+    pull(client, "support", tmp_path)
+    check_whole(tmp_path, 1)
+    assert not given_up.exists()
+
+
+def test_older_versions_go_but_never_the_current_one_nor_another_policy_s(
+    server: Server, client: Client, tmp_path: Path
+) -> None:
+    for version in (1, 2, 3):
+        server.pointer = version
+        pull(client, "support", tmp_path)
+        os.utime(tmp_path / f"support-v{version}", (version, version))
+    point_at(tmp_path, "support-v1")  # rolled back
+    (tmp_path / "support-v2-v1").mkdir()
+    assert remove_older(tmp_path, "support", 1) == ["support-v2"]
+    check_whole(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "current", "support-v1", "support-v2-v1", "support-v3",
+    ]  # fmt: skip

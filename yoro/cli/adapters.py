@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
+from yoro.cli.processes import Database
 
 app = typer.Typer(help="Versions of a policy: see, promote, roll back, keep, remove.", no_args_is_help=True)
 
@@ -32,6 +34,7 @@ def pull(
     run: Annotated[
         str, typer.Option(help="With --watch: command for each version; {policy}, {version}, {folder}.")
     ] = "",
+    keep: Annotated[int, typer.Option(min=0, help="Versions to keep in INTO beside current; 0: all.")] = 0,
     verify_key: Annotated[
         Path | None, typer.Option(help="Public key (PEM) that the version must be signed with.")
     ] = None,
@@ -42,6 +45,7 @@ def pull(
     """Download a version, verify every checksum, and point INTO/current at it."""
     from yoro import following
     from yoro.pull import pull as fetch
+    from yoro.pull import remove_older
     from yoro.signature import load_verify_key
 
     trusted = load_verify_key(verify_key) if verify_key is not None else None
@@ -51,6 +55,8 @@ def pull(
         print(folder if folder is not None else f"{policy} is at version 0, the base model", flush=True)
         if words and (code := following.run(words, policy, at, folder)):
             Console(stderr=True).print(f"the command ended with {code}", markup=False)
+        if keep:
+            remove_older(into, policy, keep)
 
     def failed(message: str) -> None:
         Console(stderr=True).print(f"yoro pull: {message}", markup=False)
@@ -58,6 +64,8 @@ def pull(
     with connect(url, key, data) as client:
         if not watch:
             print(fetch(client, policy, into, version, trusted))
+            if keep:
+                remove_older(into, policy, keep)
             return
         if version.isdecimal():
             raise typer.BadParameter("--watch follows latest or promoted: a number never moves")
@@ -69,14 +77,16 @@ def list_(policy: str, url: Url = DEFAULT_URL, key: Key = "", data: Data = DEFAU
     """List versions, newest first."""
     with connect(url, key, data) as client:
         head, promoted = (int(client.adapter(policy, which)["version"]) for which in ("latest", "promoted"))
-        table = Table("version", "parent", "depth", "batch", "reward", "marks", "created")
+        columns = ("version", "parent", "depth", "batch", "reward", "marks")
+        created = Column("created", min_width=16)
+        table = Table(*(Column(name, overflow="fold") for name in columns), created, box=SIMPLE_HEAD)
         for each in client.adapters(policy):
             reward = each.get("metrics", {}).get("reward/mean")
             table.add_row(
                 str(each["version"]), str(each["parent"]), str(each["depth"]),
                 str(each.get("batch", UNKNOWN)),
                 UNKNOWN if reward is None else f"{reward:.3f}", _marks(each, head, promoted),
-                each["created_at"][:19],
+                each["created_at"][:16].replace("T", " "),
             )  # fmt: skip
     Console().print(table)
 
@@ -100,8 +110,8 @@ def diff(
 ) -> None:
     """Compare two versions' manifests field by field."""
     with connect(url, key, data) as client:
-        before, after = (flat(client.adapter(policy, which)) for which in (a, b))
-    table = Table("field", a, b)
+        before, after = (_comparable(client.adapter(policy, which)) for which in (a, b))
+    table = Table(*(Column(name, overflow="fold") for name in ("field", a, b)), box=SIMPLE_HEAD)
     for name in sorted(before.keys() | after.keys()):
         left, right = before.get(name, UNKNOWN), after.get(name, UNKNOWN)
         if left != right:
@@ -168,36 +178,35 @@ def gc(
     rewindable: Annotated[int, typer.Option(min=1, help="Ancestors of the head kept, for rewinding.")] = 20,
     younger_hours: Annotated[float, typer.Option(min=0, help="Versions younger than this are kept.")] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    database_url: Database = None,
+    data: Data = DEFAULT_DATA,
 ) -> None:
     """Remove orphaned folders, and files of versions that retention no longer keeps. Runs on a server."""
     from service.adapters import retention
     from service.adapters.store import AdapterStore
-    from service.database import engine as database
-    from service.settings import Settings
+    from yoro.cli.server import server
 
-    settings = Settings()
-    engine = database.connect(settings.database_url, name="adapters gc")
     rule = retention.Rule(keep, rewindable, younger_hours * 3600)
-    for folder in retention.collect(engine, AdapterStore(settings.store_url), rule, dry_run=dry_run):
-        print(f"{'would remove' if dry_run else 'removed'} {folder}")
-    engine.dispose()
+    with server("adapters gc", database_url, data) as (engine, settings):
+        for folder in retention.collect(engine, AdapterStore(settings.store_url), rule, dry_run=dry_run):
+            print(f"{'would remove' if dry_run else 'removed'} {folder}")
 
 
 @app.command()
-def recover() -> None:
+def recover(database_url: Database = None, data: Data = DEFAULT_DATA) -> None:
     """After a restore, before any trainer starts: never use a number again that the store has seen."""
     from service.adapters import recovery
     from service.adapters.store import AdapterStore
-    from service.database import engine as database
-    from service.settings import Settings
+    from service.database.engine import transaction
+    from yoro.cli.server import server
 
-    settings = Settings()
-    engine = database.connect(settings.database_url, name="adapters recover")
-    with database.transaction(engine) as connection:
+    with (
+        server("adapters recover", database_url, data, stopped=True) as (engine, settings),
+        transaction(engine) as connection,
+    ):
         for found in recovery.recover(connection, AdapterStore(settings.store_url)):
             missing = f", files missing of versions {found.missing}" if found.missing else ""
             print(f"{found.policy}: the next version is {found.next_version}{missing}")
-    engine.dispose()
 
 
 @app.command()
@@ -211,6 +220,14 @@ def keygen(private: Path, public: Path) -> None:
     public.write_bytes(shown)
 
 
+def _comparable(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return a manifest's leaves but those that tell a person nothing: they always differ."""
+    leaves = flat(manifest)
+    return {
+        name: leaf for name, leaf in leaves.items() if not name.startswith(("probe.logprobs", "signature"))
+    }
+
+
 def flat(document: Any, path: str = "") -> dict[str, str]:
     """Return a document's leaves by their paths."""
     if isinstance(document, dict):
@@ -219,7 +236,7 @@ def flat(document: Any, path: str = "") -> dict[str, str]:
         inner = {str(entry.get("name", at) if isinstance(entry, dict) else at): entry
                  for at, entry in enumerate(document)}  # fmt: skip
     else:
-        return {path: json.dumps(document)}
+        return {path: f"{document:.6g}" if isinstance(document, float) else str(document)}
     found: dict[str, str] = {}
     for key, value in inner.items():
         found |= flat(value, f"{path}.{key}" if path else str(key))

@@ -1,10 +1,11 @@
 """`yoro keys create | list | revoke`: API keys and their roles."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
 
@@ -38,14 +39,18 @@ def create(
 @app.command("list")
 def list_(url: Url = DEFAULT_URL, key: Key = "", data: Data = DEFAULT_DATA) -> None:
     """List keys by what is stored of them."""
-    table = Table("prefix", "name", "roles", "policies", "rate", "created", "expires", "revoked")
+    wide = {"prefix": 12, "created": 10}
+    columns = ("prefix", "name", "roles", "policies", "rate", "created", "ends")
+    table = Table(
+        *(Column(name, overflow="fold", min_width=wide.get(name)) for name in columns), box=SIMPLE_HEAD
+    )
     with connect(url, key, data) as client:
         for found in client.keys():  # noqa: SIM118 - no dictionary
             table.add_row(
                 found["prefix"], found["name"], ", ".join(found["roles"]),
                 "all" if found["policies"] is None else ", ".join(found["policies"]),
                 "" if found["rate_per_second"] is None else f"{found['rate_per_second']:g}/s",
-                found["created_at"], found["expires_at"] or "", found["revoked_at"] or "",
+                found["created_at"][:10], _end(found),
             )  # fmt: skip
     Console().print(table)
 
@@ -55,3 +60,9 @@ def revoke(prefix: str, url: Url = DEFAULT_URL, key: Key = "", data: Data = DEFA
     """Revoke the key that starts with this prefix; it fails within a second everywhere."""
     with connect(url, key, data) as client:
         client.revoke_key(prefix)
+
+
+def _end(key: dict[str, Any]) -> str:
+    if key["revoked_at"]:
+        return f"revoked {key['revoked_at'][:10]}"
+    return f"expires {key['expires_at'][:10]}" if key["expires_at"] else ""

@@ -50,8 +50,8 @@ def up(
     console = Console(highlight=False)
     running = Up(Settings(data=data), host, port, frozenset(without), log=console.print)
     running.start(database_url)
-    console.print(f"yoro is up: {running.url}  (API documentation: {running.url}/docs)")
-    console.print(f"data, logs and adapters: {data.resolve()}   Ctrl-C stops everything")
+    console.print(f"yoro is up: {running.url}  (API documentation: {running.url}/docs)", soft_wrap=True)
+    console.print(f"data, logs and adapters: {data.resolve()}   Ctrl-C stops everything", soft_wrap=True)
     run_until_signal(running)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from yoro.cli.connection import DEFAULT_DATA, Data
 from yoro.cli.processes import Database
 
 
@@ -16,17 +17,16 @@ def register(app: typer.Typer) -> None:
 def retention(
     batch_rows: Annotated[int, typer.Option(min=1, help="Documents in one transaction.")] = 500,
     database_url: Database = None,
+    data: Data = DEFAULT_DATA,
 ) -> None:
     """Remove raw documents older than their policy's `retention.raw_days`; run it daily."""
-    from service.database import engine as database
     from service.ingest.retention import remove_expired
-    from service.settings import Settings
+    from yoro.cli.server import server
 
-    engine = database.connect(database_url or Settings().database_url, name="retention")
     removed: Counter[str] = Counter()
-    for batch in remove_expired(engine, batch_rows=batch_rows):
-        removed[batch.policy] += batch.documents
-    engine.dispose()
+    with server("retention", database_url, data) as (engine, _):
+        for batch in remove_expired(engine, batch_rows=batch_rows):
+            removed[batch.policy] += batch.documents
     for policy, documents in sorted(removed.items()):
         print(f"{policy}: {documents} raw documents removed")
     if not removed:

@@ -43,7 +43,7 @@ def serve_sync(
 ) -> None:
     """Load each promoted version under its own name, probe it, unload old ones after a drain time.
 
-    INTO/serving.json says which name is ready on which server.
+    INTO/serving.json says which name is ready on every server, and how each stands.
     """
     from service.adapters.replicas import Replica, Sglang, Vllm
     from service.adapters.serving import Synchroniser, Wanted, wanted
@@ -58,7 +58,7 @@ def serve_sync(
     if not replicas:
         raise typer.BadParameter("name at least one server with --vllm or --sglang")
     synchronisers = [Synchroniser(each, policy, slots=slots, drain_seconds=drain) for each in replicas]
-    said, target = "", None
+    said, target, in_use = "", None, _in_use(into)
     with connect(url, key, data) as client:
 
         def asked() -> Wanted | None:
@@ -76,15 +76,26 @@ def serve_sync(
             except (ApiError, PullError, httpx.TransportError) as error:
                 trouble = str(error)  # the servers are kept at what was wanted last
             # One load at a time, one server after the other; one that is away keeps nobody waiting.
-            states = [synchroniser.reconcile(target) for synchroniser in synchronisers]
+            states = [synchroniser.reconcile(target, in_use) for synchroniser in synchronisers]
+            if not trouble and all(state.ready for state in states):
+                in_use = target.name if target else None  # from here on the one before drains
             report = {
-                "policy": policy, "name": target.name if target else None, "trouble": trouble,
+                "policy": policy, "name": in_use, "trouble": trouble,
                 "replicas": [asdict(state) for state in states],
             }  # fmt: skip
             said = _say(report, said, into)
             if once:
                 raise typer.Exit(0 if not trouble and all(state.ready for state in states) else 1)
             time.sleep(POLL_SECONDS)
+
+
+def _in_use(into: Path) -> str | None:
+    """Return the name that callers were told before this process started."""
+    try:
+        name = json.loads((into / "serving.json").read_text())["name"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return None if name is None else str(name)
 
 
 def _say(report: dict[str, Any], said: str, into: Path) -> str:

@@ -6,13 +6,17 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
 from yoro.client import ApiError, Client
+
+NO_BREAK = "\u00a0"
+"""A space that keeps a reason and its number on one line."""
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +61,7 @@ def screen(document: dict[str, Any]) -> Group:
     lines = [
         f"{document['policy']}: version {document['head_version']}, promoted "
         f"{document['promoted_version']}{paused}",
-        _trainer(document["trainer"]),
+        _trainer(document),
         f"next batch: {following['ready_tasks']} of {following['size']} tasks, "
         + (following["blocked_by"] or "forming now"),
     ]
@@ -65,10 +69,12 @@ def screen(document: dict[str, Any]) -> Group:
     return Group(*(Text(line) for line in lines), *alerts, _counts(document), *_last_step(document))
 
 
-def _trainer(trainer: dict[str, Any]) -> str:
-    age = trainer["heartbeat_age_s"]
+def _trainer(document: dict[str, Any]) -> str:
+    trainer, age = document["trainer"], document["trainer"]["heartbeat_age_s"]
+    # A trainer takes the lease when there is work: without a batch, none at work says nothing.
+    unneeded = trainer["state"] == "absent" and not document["rollouts"].get("batched")
     return (
-        f"trainer: {trainer['state']}"
+        f"trainer: {'none at work, no batch waits' if unneeded else trainer['state']}"
         + (f", batch {trainer['batch']}" if trainer["batch"] else "")
         + (f", last heartbeat {_age(age)} ago" if age is not None else "")
         + (f", {trainer['diagnosis']}" if trainer["diagnosis"] else "")
@@ -80,10 +86,13 @@ def _counts(document: dict[str, Any]) -> Table:
         "waiting_reward": document["oldest_waiting_reward_age_s"],
         "ready": document["next_batch"]["oldest_ready_age_s"],
     }
-    table = Table("state", "rollouts", "oldest", "reasons")
+    table = Table(
+        "state", Column("rollouts", justify="right"), Column("oldest", justify="right"), "reasons",
+        box=SIMPLE_HEAD,
+    )  # fmt: skip
     for state, count in document["rollouts"].items():
         reasons = document["reasons"].get(state, {})
-        words = ", ".join(f"{name} {number}" for name, number in reasons.items())
+        words = ", ".join(f"{name}{NO_BREAK}{number}" for name, number in reasons.items())
         table.add_row(state, str(count), _age(oldest.get(state)), words)
     if document["grades_waiting_for_trace"]:
         waiting = f"{document['grades_waiting_for_trace']} grades"

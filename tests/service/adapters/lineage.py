@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from sqlalchemy import Engine, text
 
@@ -117,3 +118,10 @@ def make_lineage(engine: Engine, store: AdapterStore, scratch: Path, **changes: 
     """Create the policy."""
     settings = training_ground.tiny_settings(**changes)
     return Lineage(engine, store, scratch, settings, training_ground.make_policy(engine, settings))
+
+
+def folder_of(store: AdapterStore) -> Path:
+    """Return the folder that the store is; a test that looks into it is skipped over a bucket."""
+    if store.local_root is None:
+        pytest.skip("looks into the store's folder")
+    return store.local_root

@@ -18,6 +18,7 @@ from service.api.app import create_app
 from service.database.engine import transaction
 from service.settings import Settings
 from tests.conftest import Api, MakePolicy, Policy
+from tests.service.adapters.lineage import folder_of
 from yoro import Client
 from yoro.pull import pull
 
@@ -185,8 +186,7 @@ def test_damaged_files_are_found_when_they_are_asked_for(
 ) -> None:
     name = "adapter_model.safetensors"
     assert api.call("ops", "GET", f"{FILES}/2/files/{name}").status_code == 200
-    assert published.local_root is not None
-    path, other = (published.local_root / "support" / f"v{n}-1-1" / name for n in (2, 1))
+    path, other = (folder_of(published) / "support" / f"v{n}-1-1" / name for n in (2, 1))
     body = path.read_bytes()
     bad = {"truncated": body[:-1], "swapped": other.read_bytes(), "flipped": body[:-1] + b"!"}[damage]
     path.write_bytes(bad)
@@ -207,10 +207,11 @@ def test_damaged_files_are_found_when_they_are_asked_for(
 def test_a_proxy_may_send_the_bytes(
     changes: dict[str, Any], header: str, value: str, published: AdapterStore, settings: Settings
 ) -> None:
+    value = value.format(store=folder_of(published))
     app = create_app(settings.model_copy(update={"auth": False, **changes}))
     with TestClient(app) as client:
         answer = client.get(f"{FILES}/2/files/adapter_config.json")
-    assert answer.headers[header] == value.format(store=published.local_root)
+    assert answer.headers[header] == value
     assert (answer.content, answer.headers["etag"][:1]) == (b"", '"')
 
 

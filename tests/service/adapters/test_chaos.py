@@ -1,21 +1,18 @@
 """Pullers, pollers and a publisher that are killed at random: nobody ever sees a wrong byte.
 
-One api in a process of its own that is killed and started again, a publisher process that steps,
-promotes, rolls back and rewinds, pullers that follow `latest` and are killed midway, fifty pollers. What a
-version must hold is a function of its number, so every folder that appears can be judged by itself.
-`YORO_CHAOS_MOVES` (6 in `make test`, 200 in `make soak-adapters`) is how far it goes.
+Three processes are killed and started again: an api, a publisher that steps, promotes, rolls back and
+rewinds, and a puller that follows `latest`; fifty long-polls follow both pointers.
+`YORO_CHAOS_MOVES` (50 in `make test`, 200 in `make soak-adapters`) is how far it goes; `YORO_CHAOS_SEED`
+seeds the moves and the kills, whose times remain the machine's.
 """
 
 import asyncio
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,82 +24,16 @@ from sqlalchemy import Engine, text
 
 from service import keys
 from service.adapters.store import AdapterStore
-from service.database import engine as database
 from service.database.engine import transaction
 from service.settings import Settings
+from tests.service.adapters import chaos_processes as chaos
+from tests.service.adapters.chaos_processes import Killed
 from tests.service.adapters.lineage import NAME, A, make_lineage
 
-MOVES = int(os.environ.get("YORO_CHAOS_MOVES", "6"))
+MOVES = int(os.environ.get("YORO_CHAOS_MOVES", "50"))
+SEED = int(os.environ.get("YORO_CHAOS_SEED", "8"))
 POLLERS = 50
-
-PUBLISHER = "from tests.service.adapters.test_chaos import publish_for_ever; publish_for_ever()"
-PULLER = """
-import sys
-from pathlib import Path
-from yoro.client import Client
-from yoro.following import follow
-follow(Client(sys.argv[1], sys.argv[2], retries=2), "tiny", Path(sys.argv[3]), "latest",
-       arrived=lambda version, folder: None, failed=lambda message: None)
-"""
-
-
-def publish_for_ever() -> None:
-    """Move the lineage on: mostly a step, sometimes a promotion, a rollback or a rewind."""
-    url, adapters, scratch, policy_id = sys.argv[1:5]
-    from service.adapters import pointers
-    from service.batches.rewind import rewind
-    from service.errors import Conflict, NotFound
-    from tests import training_ground
-    from tests.service.adapters.lineage import Lineage
-
-    lineage = Lineage(
-        database.connect(url, name="publisher"), AdapterStore(adapters), Path(scratch, str(os.getpid())),
-        training_ground.tiny_settings(), int(policy_id), width=20_000,
-    )  # fmt: skip
-    chance = random.Random(os.getpid())  # noqa: S311
-    for _ in range(os.getpid() % 100_000 * 100):
-        next(lineage._tasks)  # task names of our own
-    moves = {"promote": pointers.promote, "rollback": pointers.roll_back, "rewind": rewind}
-    while True:
-        head = lineage.row().head_version
-        move = chance.choices(["step", *moves], weights=[6, 1, 1, 2])[0]
-        try:
-            if move == "step":
-                lineage.add_rollouts(training_ground.BATCH, head)
-                training_ground.form_batches(lineage.engine)
-                lineage.commit(*lineage.claim())
-            else:
-                with transaction(lineage.engine) as connection:
-                    moves[move](connection, lineage.id, chance.randint(0, head), reason=f"{move} by chaos")
-        except (Conflict, NotFound, AssertionError):
-            continue  # a rollback that is none, a batch that a rewind took
-
-
-class Killed:
-    """A process that is killed now and then, and started again."""
-
-    def __init__(self, arguments: list[str], **environment: str) -> None:
-        self._arguments, self._environment = arguments, os.environ | environment
-        self.process = self._start()
-        self.kills = self._seen = 0
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(self._arguments, env=self._environment, stderr=subprocess.DEVNULL,
-                                stdout=subprocess.DEVNULL)  # fmt: skip
-
-    def strike(self, progress: int, least: int) -> None:
-        """Kill it and start it again, if it has come far enough since the last time to matter."""
-        if progress < self._seen + least:
-            return
-        self._seen = progress
-        self.kills += 1
-        self.end()
-        self.process = self._start()
-
-    def end(self) -> None:
-        """Kill it."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+LEAST_KILLS = 3
 
 
 def check_folder(folder: Path) -> None:
@@ -173,31 +104,31 @@ def test_nobody_sees_a_wrong_byte_whatever_is_killed(
     lineage.step()
     with transaction(engine) as connection:
         key = keys.mint(connection, "ops", ["ops"])
-    port = free_port()
-    url, into = f"http://127.0.0.1:{port}", tmp_path / "into"
-    python = [sys.executable, "-c"]
-    api = Killed(
-        [sys.executable, "-m", "yoro", "api", "--port", str(port)],
-        YORO_DATABASE_URL=settings.database_url, YORO_ADAPTERS_URL=settings.store_url,
-    )  # fmt: skip
+    port, into = free_port(), tmp_path / "into"
+    url = f"http://127.0.0.1:{port}"
+    api = Killed(tmp_path / "api.log", chaos.serve, settings.database_url, settings.data, port)
+    puller = Killed(tmp_path / "puller.log", chaos.pull, url, key, into)
     publisher = Killed(
-        [*python, PUBLISHER, settings.database_url, settings.store_url, str(tmp_path), str(lineage.id)]
-    )
-    puller = Killed([*python, PULLER, url, key, str(into)])
+        tmp_path / "publisher.log", chaos.publish,
+        settings.database_url, settings.store_url, tmp_path, lineage.id, SEED,
+    )  # fmt: skip
     pollers = Pollers(url, key)
     pollers.start()
-    chance, deadline = random.Random(8), time.monotonic() + 1000  # noqa: S311
+    chance, midway = random.Random(SEED), 0  # noqa: S311
     try:
-        while time.monotonic() < deadline and not (
-            _moves(engine) >= MOVES and pollers.answers > POLLERS and puller.kills and api.kills
+        while (
+            sum(_moves(engine).values()) < MOVES
+            or min(each.kills for each in (api, puller, publisher)) < LEAST_KILLS
         ):
-            threading.Event().wait(chance.random() * 0.3)
-            came = len(list(into.glob(f"{NAME}-v*"))) + len(list(into.glob(".*.partial")))
-            puller.strike(came, 1)
-            if chance.random() < 0.2:
-                api.strike(pollers.answers, POLLERS)
-                publisher.strike(_moves(engine), 5)
-            for folder in into.glob(f"{NAME}-v*") if into.exists() else ():
+            threading.Event().wait(chance.random() * 0.4)
+            partial = set(into.glob(".*.partial"))
+            if puller.strike(_came(into)):
+                midway += any(path in partial for path in into.glob(".*.partial"))
+            if chance.random() < 0.25:
+                api.strike(pollers.answers // POLLERS)
+            if chance.random() < 0.25:
+                publisher.strike(sum(_moves(engine).values()) // 3)
+            for folder in into.glob(f"{NAME}-v*"):
                 check_folder(folder)
         publisher.end()
         _await_settled(engine, into)
@@ -206,18 +137,29 @@ def test_nobody_sees_a_wrong_byte_whatever_is_killed(
         for each in (puller, publisher, api):
             each.end()
     pollers.join(30)
-    assert _moves(engine) >= MOVES
     assert pollers.wrong == []
     for folder in into.glob(f"{NAME}-v*"):
         check_folder(folder)
     _check_chain(engine)
-    print(f"moves {_moves(engine)}, answers {pollers.answers}, kills of api {api.kills}, "
-          f"puller {puller.kills}, publisher {publisher.kills}")  # fmt: skip
+    kills = {
+        "api": api.kills,
+        "publisher": publisher.kills,
+        "puller": puller.kills,
+        "amid a download": midway,
+    }
+    print(f"seed {SEED}: {dict(_moves(engine))}, {pollers.answers} answers, kills {kills}")
 
 
-def _moves(engine: Engine) -> int:
+def _moves(engine: Engine) -> Counter[str]:
+    """Count what was done by kind: a step or a rewind may have moved both pointers."""
+    done = """SELECT split_part(reason, ' ', 1) FROM pointer_moves
+              WHERE pointer = 'latest' OR split_part(reason, ' ', 1) NOT IN ('step', 'rewind')"""
     with transaction(engine) as connection:
-        return int(connection.execute(text("SELECT count(*) FROM pointer_moves")).scalar_one())
+        return Counter(connection.execute(text(done)).scalars())
+
+
+def _came(into: Path) -> int:
+    return len(list(into.glob(f"{NAME}-v*"))) + len(list(into.glob(".*.partial")))
 
 
 def _await_settled(engine: Engine, into: Path) -> None:

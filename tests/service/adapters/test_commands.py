@@ -76,7 +76,7 @@ def test_serve_sync_brings_every_replica_to_the_promoted_version(yoro: Run, tmp_
     assert done.exit_code != 0  # the fakes' base has three tokens, this lineage's probe two
     report = json.loads((tmp_path / "into" / "serving.json").read_text())
     assert [each["ready"] for each in report["replicas"]] == [False, False]
-    assert report["name"] == f"{NAME}-v2"
+    assert report["name"] is None  # nobody is told to use what is not ready
     assert [each.engine.loads for each in servers] == [[f"{NAME}-v2"], [f"{NAME}-v2"]]
     for each in servers:
         each.close()

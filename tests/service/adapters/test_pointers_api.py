@@ -72,6 +72,20 @@ def test_promote_roll_back_and_rewind_over_http(versions: Lineage, api: Api) -> 
     assert any(move["reason"] == "rollback by ops: worse" for move in moves)
 
 
+def exported(api: Api) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in api.client.get("/metrics").text.splitlines()]
+    return {name: float(value) for name, _, value in lines if name.endswith(f'_version{{policy="{NAME}"}}')}
+
+
+def test_the_gauges_go_back_with_the_pointers(versions: Lineage, api: Api) -> None:
+    head, promoted = (f'yoro_{pointer}_version{{policy="{NAME}"}}' for pointer in ("head", "promoted"))
+    assert exported(api) == {head: 2, promoted: 2}
+    api.call("ops", "POST", f"{BASE}/rollback", json={"to": 0})
+    assert exported(api) == {head: 2, promoted: 0}
+    api.call("ops", "POST", f"{BASE}/rollback", json={"to": 1, "rewind_trainer": True})
+    assert exported(api) == {head: 1, promoted: 1}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

@@ -12,21 +12,21 @@ from service.adapters import recovery
 from service.adapters.store import AdapterStore
 from service.database import engine as database
 from service.database.engine import transaction
-from tests.service.adapters.lineage import NAME, Lineage
+from tests.service.adapters.lineage import NAME, Lineage, folder_of
 
 
 @pytest.fixture
 def restored(engine: Engine, database_url: str, lineage: Lineage, tmp_path: Path) -> Iterator[Engine]:
     """Two versions are backed up, a third is published and lost with the machine; the backup comes back."""
+    folder = folder_of(lineage.store)
     lineage.step(), lineage.step()
     name = make_url(database_url).database
     admin = create_engine(make_url(database_url).set(database="postgres"), isolation_level="AUTOCOMMIT")
     engine.dispose()
     with admin.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}_backup TEMPLATE {name}"))  # the database first,
-    assert lineage.store.local_root is not None
     lineage.step()
-    shutil.copytree(lineage.store.local_root, tmp_path / "backup")  # then the store, which may be ahead
+    shutil.copytree(folder, tmp_path / "backup")  # then the store, which may be ahead
     made = database.connect(
         make_url(database_url).set(database=f"{name}_backup").render_as_string(False), name="restored"
     )

@@ -11,7 +11,7 @@ from service.adapters.store import MANIFEST
 from service.batches.rewind import rewind
 from service.database.engine import transaction
 from service.errors import Conflict
-from tests.service.adapters.lineage import NAME, Lineage, make_lineage
+from tests.service.adapters.lineage import NAME, Lineage, folder_of, make_lineage
 
 STRICT = Rule(keep=1, rewindable=0, younger_seconds=0)
 
@@ -111,8 +111,7 @@ def test_only_folders_without_a_row_and_with_an_old_token_are_orphans(lineage: L
     lease, batch = lineage.claim()
     lineage.write(2, f"{NAME}/v2-{lease.token}-7", 1)  # an attempt of whoever holds the token
     lineage.write(2, f"{NAME}/v2-{lease.token - 1}-1", 1)  # one that no commit can claim any more
-    root = lineage.store.local_root
-    assert root is not None
+    root = folder_of(lineage.store)
     (root / NAME / "notes").mkdir()  # not ours
     assert collect(lineage) == [f"{NAME}/v2-{lease.token - 1}-1"]
     assert lineage.commit(lease, batch) == 2
@@ -123,9 +122,7 @@ def test_a_folder_without_a_manifest_is_nobody_s_once_its_token_is_old(lineage: 
     lineage.form_batch()
     lease, _ = lineage.claim()
     published = lineage.write(1, f"{NAME}/v1-{lease.token}-1", 0)
-    root = lineage.store.local_root
-    assert root is not None
-    (root / published.folder / MANIFEST).unlink()  # torn: killed before the manifest
+    lineage.store._files.rm_file(f"{lineage.store._root}/{published.folder}/{MANIFEST}")  # torn
     assert collect(lineage) == []
     lineage.claim()
     assert collect(lineage) == [published.folder]

@@ -76,6 +76,24 @@ def test_an_old_version_stays_until_it_has_drained(
     assert sync.reconcile(version(tmp_path, 2)).loaded == ("support-v2",)
 
 
+def test_a_version_in_use_stays_while_its_successor_is_not_ready(
+    server: FakeServer, sync: Synchroniser, clock: Clock, tmp_path: Path
+) -> None:
+    sync.reconcile(version(tmp_path, 1))
+    server.engine.serves_base = True
+    for clock.now in (10, 400, 800):
+        state = sync.reconcile(version(tmp_path, 2), "support-v1")
+        assert (state.ready, state.loaded) == (False, ("support-v1",))
+    server.engine.serves_base = False
+    assert sync.reconcile(version(tmp_path, 3), "support-v1").ready
+    clock.now = 1200  # callers were told of version 3 now only
+    sync.reconcile(version(tmp_path, 3), "support-v3")
+    clock.now = 1499
+    assert sync.reconcile(version(tmp_path, 3), "support-v3").loaded == ("support-v1", "support-v3")
+    clock.now = 1501
+    assert sync.reconcile(version(tmp_path, 3), "support-v3").loaded == ("support-v3",)
+
+
 def test_a_load_never_evicts_what_may_still_answer_requests(
     server: FakeServer, sync: Synchroniser, clock: Clock, tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
-"""The store on a local folder and in memory: create-only, manifest last, damage found on read."""
+"""The store on a local folder, in memory and on S3: create-only, manifest last, damage found on read."""
 
 import itertools
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from service.adapters.archive import archive
@@ -14,10 +15,12 @@ from tests.service.adapters.lineage import Lineage
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "s3"])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> AdapterStore:
-    url = f"memory://adapters-{next(_numbers)}" if request.param == "memory" else str(tmp_path / "store")
-    return AdapterStore(url)
+    if request.param == "folder":
+        return AdapterStore(str(tmp_path / "store"))
+    root = "memory:/" if request.param == "memory" else request.getfixturevalue("bucket")
+    return AdapterStore(f"{root}/adapters-{next(_numbers)}")
 
 
 @pytest.fixture
@@ -32,6 +35,7 @@ def write(store: AdapterStore, scratch: Path, folder: str, version: int = 1) -> 
 
 
 def spoil(store: AdapterStore, folder: str, name: str, body: bytes) -> None:
+    store._files.makedirs(f"{store._root}/{folder}", exist_ok=True)
     with store._files.open(f"{store._root}/{folder}/{name}", "wb") as out:
         out.write(body)
 
@@ -116,3 +120,29 @@ def test_any_range_of_the_archive_is_that_of_the_whole(any_store: AdapterStore, 
     for start, stop in ((0, 1), (511, 513), (700, 1900), (made.size - 5, made.size)):
         assert b"".join(made.read(any_store, start, stop)) == whole[start:stop]
     assert lineages.NAME == "tiny"
+
+
+def test_a_torn_upload_is_nobody_s_and_can_be_removed(any_store: AdapterStore, tmp_path: Path) -> None:
+    spoil(any_store, "tiny/v3-1-1", "adapter_model.safetensors", b"half of i")
+    assert any_store.folders("tiny") == ["tiny/v3-1-1"]
+    with pytest.raises(NotFound):
+        any_store.download("tiny/v3-1-1", tmp_path / "got")
+    with pytest.raises(Conflict):
+        write(any_store, tmp_path, "tiny/v3-1-1", version=3)
+    any_store.delete("tiny/v3-1-1")
+    assert any_store.folders("tiny") == []
+
+
+def test_what_another_process_wrote_and_removed_is_seen(any_store: AdapterStore, tmp_path: Path) -> None:
+    root = any_store._files.unstrip_protocol(any_store._root)
+    fsspec.filesystem(fsspec.utils.get_protocol(root)).clear_instance_cache()
+    other = AdapterStore(root)
+    assert other.folders("tiny") == []
+    write(any_store, tmp_path, "tiny/v1-1-1")
+    assert other.folders("tiny") == ["tiny/v1-1-1"]
+    other.vouch("tiny/v1-1-1", entry(other, "tiny/v1-1-1"))
+    any_store.delete("tiny/v1-1-1")
+    with pytest.raises(NotFound):
+        other.vouch("tiny/v1-1-1", StoredFile("adapter_model.safetensors", 0, ""))
+    with pytest.raises(NotFound):
+        other.read("tiny/v1-1-1", MANIFEST)

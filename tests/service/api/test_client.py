@@ -62,6 +62,38 @@ def test_the_async_client_does_the_same(url: str, key: str, rows: Engine) -> Non
     assert count(rows, "aio-") == 170
 
 
+def test_what_ops_and_readers_ask_for(url: str, key: str) -> None:
+    async def through_asyncio() -> Any:
+        async with AsyncClient(url, key) as client:
+            assert (await client.promote("support", 0))["promoted_version"] == 0
+            assert (await client.roll_back("support", 0))["promoted_version"] == 0
+            assert await client.await_adapter("support", "promoted", unless=0, seconds=0.1) is None
+            assert (await client.await_adapter("support", "latest", unless=9, seconds=0.1) or {})[
+                "version"
+            ] == 0
+            return await client.trace("told-1", "support")
+
+    with Client(url, key) as client:
+        for number in range(60):  # more than a page
+            client.post_trace(trace(trace_id=f"told-{number}"))
+        story = client.trace("told-1", policy="support")
+        told = [each["trace_id"] for each in client.traces("support", state="waiting_reward")]
+        assert [each for each in told if each.startswith("told-")] == [f"told-{n}" for n in range(59, -1, -1)]
+        assert (story["trace_id"], story["state"]) == ("told-1", "waiting_reward")
+        assert asyncio.run(through_asyncio()) == story
+        assert client.erase_trace("told-1", "support")["status"] == "erased"
+        with pytest.raises(ApiError) as raised:
+            client.trace("told-1", "support")
+        assert raised.value.status == 410
+        assert client.promote("support", 0)["promoted_version"] == 0
+        assert client.roll_back("support", 0, rewind_trainer=True)["head"] == 0
+        assert list(client.adapters("support")) == list(client.steps("support")) == []
+        assert list(client.pointer_moves("support")) == client.promotion_checks("support") == []
+        with pytest.raises(ApiError) as raised:
+            client.promote("support", 9)
+        assert raised.value.code == "version_not_found"
+
+
 def test_1200_grades_of_fifty_threads_that_end_at_once_are_all_there(
     url: str, key: str, rows: Engine
 ) -> None:
