@@ -23,6 +23,9 @@ OVERLOADS = Counter("yoro_overloads_total", "Requests answered 503 because the w
 BATCHES = Counter("yoro_batches_total", "Batches formed", ["policy"])
 STEPS = Counter("yoro_steps_total", "Batches ended by the trainer", ["policy", "outcome"])
 STEP_SECONDS = Histogram("yoro_step_seconds", "Claim to commit of one batch", ["policy"])
+GUARD_ACTS = Counter(
+    "yoro_guard_acts_total", "What guards did to a policy by themselves", ["policy", "guard", "deed"]
+)
 HEAD_VERSION = Gauge("yoro_head_version", "Newest version", ["policy"])
 
 

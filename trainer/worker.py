@@ -89,7 +89,10 @@ class Worker:
         log = telemetry.logger().bind(policy=batch.policy, batch=batch.number, attempt=batch.attempt)
         if batch.deaths >= self.settings.deaths_per_batch:
             log.error("batch_keeps_killing_its_trainer", deaths=batch.deaths)
-            outcomes.pause_policy(self.engine, lease)
+            outcomes.pause_policy(
+                self.engine, lease, "trainer_deaths",
+                f"{batch.deaths} trainers have died over batch {batch.number} without a report",
+            )  # fmt: skip
             return False
         try:
             with telemetry.STEP_SECONDS.labels(batch.policy).time():
@@ -178,12 +181,17 @@ class Worker:
             return
         guilty = poison.find(self.restorer.restore(lease, batch), batch)
         self.restorer.forget()
-        if guilty:
+        if not guilty or len(guilty) == len(batch.members) > 1:
+            which = "every rollout fails alone" if guilty else "no rollout fails alone"
+            log.error("no_culprit", found=which)
+            outcomes.pause_policy(
+                self.engine, lease, "failing_batch",
+                f"batch {batch.number} failed {failures} times and {which}, so that none is excluded as "
+                f"poison: {error.detail}",
+            )  # fmt: skip
+        else:
             log.error("poison_excluded", rollouts=sorted(guilty))
             outcomes.exclude_poison(self.engine, lease, batch.id, guilty)
-        else:
-            log.error("no_rollout_is_guilty_alone")
-            outcomes.pause_policy(self.engine, lease)
 
 
 @dataclass(frozen=True, slots=True)

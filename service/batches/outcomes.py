@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import gates
+from service.batches import gates, pauses
 from service.batches.leases import Lease, hold
 from service.database.engine import transaction
 from service.errors import LeaseLost
@@ -125,8 +125,6 @@ WHERE id = ANY(:ids) AND state = 'batched'
 """)
 
 _COMMITTED = text("SELECT version FROM policy_versions WHERE batch_id = :batch AND fencing_token = :token")
-
-_PAUSE = text("UPDATE policies SET paused = true WHERE id = :policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +240,11 @@ def exclude_poison(engine: Engine, lease: Lease, batch_id: int, guilty: Mapping[
         connection.execute(_POISONED, {"ids": sorted(guilty)})
 
 
-def pause_policy(engine: Engine, lease: Lease) -> None:
-    """Stop forming and training batches of this policy until somebody resumes it."""
+def pause_policy(engine: Engine, lease: Lease, code: str, reason: str) -> None:
+    """Stop forming and training batches of this policy, and say why, until somebody resumes it."""
     with transaction(engine) as connection:
         hold(connection, lease)
-        connection.execute(_PAUSE, {"policy": lease.policy_id})
+        pauses.pause(connection, lease.policy_id, code, reason)
 
 
 def dissolve(connection: Connection, batch_id: int, reason: str) -> None:
