@@ -33,6 +33,7 @@ TRACKING_ERRORS = Counter("yoro_tracking_errors_total", "Reports that a tracker 
 GUARD_ACTS = Counter(
     "yoro_guard_acts_total", "What guards did to a policy by themselves", ["policy", "guard", "deed"]
 )
+PAUSED = Gauge("yoro_policy_paused", "1 while a person or a guard has paused it", ["policy"])
 HEAD_VERSION = Gauge("yoro_head_version", "Newest version", ["policy"])
 
 

@@ -51,7 +51,12 @@ class Progress:
         parts += [] if reward is None else [f"reward {reward:.3f}"]
         parts += [] if kl is None else [f"KL {kl:.2g}"]
         parts += [] if seconds is None else [f"{seconds:.1f} s"]
-        self.last, self.activity, self.batch = ", ".join(parts), "waiting for a batch", 0
+        self.last = ", ".join(parts)
+        self.idle()
+
+    def idle(self) -> None:
+        """Have nothing in hand."""
+        self.activity, self.batch = "waiting for a batch", 0
 
     def __rich__(self) -> Table:
         """Draw the line."""

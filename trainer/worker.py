@@ -78,6 +78,7 @@ class Worker:
                 ):
                     if not self.train_next(lease, heartbeat):
                         heartbeat.say("idle")
+                        self.progress.idle()
                         stop.wait(self.settings.trainer_interval_seconds)
         except LeaseLost as lost:
             telemetry.logger().warning("lease_lost", detail=lost.detail)

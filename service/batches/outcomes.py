@@ -124,6 +124,9 @@ UPDATE rollouts SET state = 'excluded', reason = CASE WHEN erased_at IS NULL THE
 WHERE id = ANY(:ids) AND state = 'batched'
 """)
 
+# Whoever resumes has seen them.
+_FORGIVE = text("UPDATE batches SET deaths = 0 WHERE policy_id = :policy AND state = 'ready'")
+
 _COMMITTED = text("SELECT version FROM policy_versions WHERE batch_id = :batch AND fencing_token = :token")
 
 
@@ -245,6 +248,7 @@ def pause_policy(engine: Engine, lease: Lease, code: str, reason: str) -> None:
     with transaction(engine) as connection:
         hold(connection, lease)
         pauses.pause(connection, lease.policy_id, code, reason)
+        connection.execute(_FORGIVE, {"policy": lease.policy_id})
 
 
 def dissolve(connection: Connection, batch_id: int, reason: str) -> None:

@@ -114,6 +114,7 @@ class Scheduler:
     def _guard(self, view: Outlook) -> None:
         """Let guards stop or slow down what goes wrong; they look again once something has changed."""
         state = (view.next_batch, view.head_version, view.ready_batches, view.revision, view.paused)
+        telemetry.PAUSED.labels(view.policy).set(view.paused)
         if view.paused or self._guarded.get(view.policy_id) == state:
             return
         with transaction(self._engine) as connection:

@@ -12,6 +12,7 @@ from sqlalchemy import Engine, text
 
 from service.adapters.store import AdapterStore
 from service.batches import leases
+from service.database import policies
 from service.database.engine import transaction
 from service.settings import Settings
 from tests import training_ground
@@ -107,3 +108,17 @@ def test_a_batch_of_which_every_rollout_fails_alone_pauses_and_excludes_nobody(
     assert "the weights are gone" in row.paused_reason
     assert rows(engine, "SELECT DISTINCT state FROM rollouts") == [("batched",)]
     assert rows(engine, "SELECT code FROM alerts") == [("failing_batch",)]
+
+
+def test_a_batch_that_killed_ten_trainers_pauses_and_is_tried_again_after_resume(
+    worker: Worker, engine: Engine
+) -> None:
+    policy = training_ground.prepare_batches(engine, 1)
+    with transaction(engine) as connection:
+        connection.execute(text("UPDATE batches SET deaths = 10"))
+    train(worker, policy)
+    assert rows(engine, "SELECT paused_code FROM policies") == [("trainer_deaths",)]
+    with transaction(engine) as connection:
+        policies.set_paused(connection, policy, False)
+    train(worker, policy)
+    assert rows(engine, "SELECT state FROM batches") == [("trained",)]
