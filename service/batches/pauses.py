@@ -14,6 +14,11 @@ UPDATE policies p SET paused = true, paused_code = :code, paused_reason = :reaso
 FROM lineages l WHERE p.id = :policy AND l.policy_id = p.id AND NOT p.paused
 """)
 
+_LOOK_AFRESH = text("""
+UPDATE policies p SET guards_from_batch = l.next_batch FROM lineages l
+WHERE p.id = :policy AND l.policy_id = p.id
+""")
+
 _RAISE = text("""
 INSERT INTO alerts (policy_id, code, detail)
 SELECT :policy, code, detail
@@ -32,6 +37,11 @@ def pause(connection: Connection, policy_id: int, code: str, reason: str, *, see
     reason = reason[:LONGEST_REASON]
     connection.execute(_PAUSE, {"policy": policy_id, "code": code, "reason": reason, "seen": seen})
     raise_alerts(connection, policy_id, [code], [reason])
+
+
+def look_afresh(connection: Connection, policy_id: int) -> None:
+    """Let guards look at later batches only: what came before is known, or not comparable."""
+    connection.execute(_LOOK_AFRESH, {"policy": policy_id})
 
 
 def raise_alerts(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 from service.adapters import pointers
-from service.batches import gates, outcomes
+from service.batches import gates, outcomes, pauses
 from service.batches.locks import hold_lineage
 
 _BRANCH = text("""
@@ -42,12 +42,6 @@ FROM policy_versions v, policy_versions serving, policies p
 JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
 WHERE l.policy_id = :policy AND p.id = l.policy_id AND v.policy_id = l.policy_id AND v.version = :version
   AND serving.policy_id = l.policy_id AND serving.version = l.promoted_version
-""")
-
-# Whoever brings a branch back has seen what guards said of it: they look at later batches only.
-_LOOK_AFRESH = text("""
-UPDATE policies p SET guards_from_batch = l.next_batch FROM lineages l
-WHERE p.id = :policy AND l.policy_id = p.id
 """)
 
 _READY_BATCHES = text("""
@@ -91,7 +85,7 @@ def rewind(
     turned = connection.execute(_BRANCH, named).all()
     connection.execute(_POINT, {**named, "keep_hold": keep_hold})
     if any(not row.rewound for row in turned):
-        connection.execute(_LOOK_AFRESH, {"policy": policy_id})
+        pauses.look_afresh(connection, policy_id)  # whoever brings a branch back knows what guards said of it
     # The epoch first: members given back are evaluated at once, under what holds from now on.
     gates.open_epoch(connection, policy_id)
     batches = connection.execute(_READY_BATCHES, named).all()

@@ -28,7 +28,10 @@ JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revi
 WHERE p.id = :policy FOR UPDATE OF p
 """)
 _POINT = text("""
-UPDATE policies SET settings_revision = :revision, gate_epoch = gate_epoch + :opens WHERE id = :policy
+UPDATE policies p SET settings_revision = :revision, gate_epoch = gate_epoch + :opens,
+    -- rewards of another rule are not comparable: guards look at later batches only
+    guards_from_batch = CASE WHEN :other_rewards THEN l.next_batch ELSE p.guards_from_batch END
+FROM lineages l WHERE p.id = :policy AND l.policy_id = p.id
 """)
 _PAUSE = text("""
 UPDATE policies SET paused = :paused, paused_code = '', paused_reason = '' WHERE id = :policy
@@ -76,8 +79,15 @@ def revise(connection: Connection, policy_id: int, changes: dict[str, object], *
     )  # fmt: skip
     # Compared with defaults filled in: a part that an older release did not know is no change.
     before = PolicySettings.model_validate(row.document).model_dump()
-    opens = any(_part(before, path) != _part(settings.model_dump(), path) for path in GATE_PARTS)
-    connection.execute(_POINT, {"policy": policy_id, "revision": revision, "opens": int(opens)})
+    after = settings.model_dump()
+    opens = any(_part(before, path) != _part(after, path) for path in GATE_PARTS)
+    connection.execute(
+        _POINT,
+        {
+            "policy": policy_id, "revision": revision, "opens": int(opens),
+            "other_rewards": before["reward"] != after["reward"],
+        },
+    )  # fmt: skip
     return revision
 
 

@@ -105,6 +105,23 @@ def test_whoever_brings_the_branch_back_is_not_told_again(engine: Engine) -> Non
     assert (status(ground)["paused"], head(ground).head_version) == (False, 6)
 
 
+def test_rewards_of_another_rule_or_without_a_grader_are_not_compared(engine: Engine) -> None:
+    ground = make_ground(engine)
+    changes = (
+        lambda: ground.revise(optimizer={"learning_rate": 1e-5}),
+        lambda: ground.revise(reward={"rule": "min"}),
+        lambda: ground.quarantine("b"),
+    )
+    found = []
+    for change in changes:
+        post(ground, [0.0, 1.0], 0)
+        look(ground)
+        ground.train()
+        change()
+        found += ground.rows("SELECT guards_from_batch FROM policies")
+    assert [row[0] for row in found] == [1, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("guards", "expected"), [({"collapse": "pause"}, (True, 6)), ({"collapse": "off"}, (False, 6))]
 )
