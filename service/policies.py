@@ -59,6 +59,25 @@ class Optimizer(Document):
     clip_norm: Positive = 1.0
 
 
+class Guards(Document):
+    """When training slows down or stops by itself (service/batches/guards.py); null: never."""
+
+    halve_rate_above_kl: Positive | None = 0.05
+    """Divergence from the sampler (metric `kl_sample_train_v2`) in each of the last `kl_steps` steps."""
+    pause_above_kl: Positive | None = 0.2
+    kl_steps: int = Field(3, ge=1, le=64)
+    bad_batches: Annotated[int, Field(ge=1, le=64)] | None = 3
+    """Batches in a row that lost rollouts as poison."""
+    collapse: Literal["return", "pause", "off"] = "return"
+    """`return`: pause, and put the head back to the last good version."""
+    collapse_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Collapsed is what earns less than this share of what was expected,"""
+    collapse_deviations: Annotated[float, Field(ge=3, le=100)] = 5.0
+    """by so many standard errors."""
+    silent_batches: Annotated[int, Field(ge=1, le=64)] | None = 5
+    """Batches in a row without a step after which 0.7 of those standard errors are enough."""
+
+
 class Sequences(Document):
     """From rollouts to token rows."""
 
@@ -136,6 +155,7 @@ class PolicySettings(Document):
     adapter: Adapter = Adapter()
     objective: Objective = Objective()
     optimizer: Optimizer = Optimizer()
+    guards: Guards = Guards()
     sequences: Sequences = Sequences()
     baseline: Baseline = Baseline()
     reward: Reward = Reward()

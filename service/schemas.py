@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from service.policies import PolicyName, PolicySettings
+from service.presets import PresetName
 
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@-]{1,200}$")]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -145,6 +146,8 @@ class NewPolicy(PolicySettings):
     """`POST /v1/policies`: a name and its settings."""
 
     name: PolicyName
+    preset: PresetName | None = None
+    """A published method's objective and baseline; settings given beside it win."""
 
 
 class Trainability(BaseModel):

@@ -73,6 +73,12 @@ class Settings(BaseSettings):
     failures_per_batch: int = Field(3, gt=0)
     signing_key: Path | None = None
     """Ed25519 private key (PEM, PKCS #8) that signs manifests; `yoro adapters keygen` makes one."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's event files; needs `yoro[tensorboard]`."""
+    mlflow_url: str = ""
+    """MLflow tracking server that steps are reported to; needs `yoro[tracking]`."""
+    wandb_project: str = ""
+    """Weights & Biases project that steps are reported to; needs `yoro[tracking]`."""
     promotion_commands: dict[str, list[str]] = Field(default_factory=dict)
     """Commands that gated policies may name: name -> argument list; JSON in the environment."""
     hook_hosts: tuple[str, ...] = ()

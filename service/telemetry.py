@@ -6,7 +6,7 @@ Logs are one line a fact, as JSON where no terminal listens.
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from http.server import ThreadingHTTPServer
 
 import structlog
@@ -25,6 +25,37 @@ STEPS = Counter("yoro_steps_total", "Batches ended by the trainer", ["policy", "
 STEP_SECONDS = Histogram("yoro_step_seconds", "Claim to commit of one batch", ["policy"])
 HEAD_VERSION = Gauge("yoro_head_version", "Version that training goes on from", ["policy"])
 PROMOTED_VERSION = Gauge("yoro_promoted_version", "Version that should serve", ["policy"])
+STEP_FIGURES = Gauge("yoro_step_figure", "Figures of the last batch that was trained", ["policy", "figure"])
+TRAINED_TOKENS = Counter("yoro_trained_tokens_total", "Sampled tokens of trained batches", ["policy"])
+TRAINED_ROLLOUTS = Counter(
+    "yoro_trained_rollouts_total", "Rollouts of trained batches, by what became of them",
+    ["policy", "outcome"],
+)  # fmt: skip
+TRACKING_ERRORS = Counter("yoro_tracking_errors_total", "Reports that a tracker did not take", ["tracker"])
+GUARD_ACTS = Counter(
+    "yoro_guard_acts_total", "What guards did to a policy by themselves", ["policy", "guard", "deed"]
+)
+PAUSED = Gauge("yoro_policy_paused", "1 while a person or a guard has paused it", ["policy"])
+
+
+def count_step(
+    policy: str,
+    outcome: str,
+    *,
+    version: int | None,
+    figures: Mapping[str, float],
+    policy_tokens: int,
+    reasons: Sequence[str],
+) -> None:
+    """Count what became of a batch; `reasons` of its members, empty for those that were trained on."""
+    STEPS.labels(policy, outcome).inc()
+    for name, value in figures.items():
+        STEP_FIGURES.labels(policy, name).set(value)
+    if version is None:
+        return
+    TRAINED_TOKENS.labels(policy).inc(policy_tokens)
+    for reason in reasons:
+        TRAINED_ROLLOUTS.labels(policy, reason.partition(":")[0] or "trained").inc()
 
 
 def set_up_logging(process: str) -> None:

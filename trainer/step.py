@@ -73,11 +73,13 @@ def train_batch(
     *,
     step_number: int,
     load_version: Callable[[int], Path | None],
+    advance: Callable[[int, int, int], None] = lambda rows, done, tokens: None,
 ) -> StepResult:
     """Make one optimizer step, or say why there is none.
 
     `step_number` is 1 for a policy's first step. `load_version` gives the folder of a version's
-    adapter, None for version 0. Raises TrainingFailed for whatever rows, forward or backward
+    adapter, None for version 0. `advance` hears of each micro-batch: rows of the batch, rows done,
+    policy tokens done. Raises TrainingFailed for whatever rows, forward or backward
     raise; what `load_version` raises passes through. Out of memory halves the token budget.
     """
     members = [r for r in batch.rollouts if r.rows.verdict != "untrainable"]
@@ -91,7 +93,7 @@ def train_batch(
         return StepResult(outcome, (), policy_tokens, _batch_metrics(batch, members))
     rows, heads = [r.rows for r in members], [r.version_is_head for r in members]
     folders = {version: load_version(version) for version in missing_versions(rows, heads)}
-    run = _Run(policy, optimizer, batch, members, settings, step_number, folders)
+    run = _Run(policy, optimizer, batch, members, settings, step_number, folders, advance)
     return run.within_memory()
 
 
@@ -130,6 +132,7 @@ class _Run:
     settings: PolicySettings
     step_number: int
     folders: Mapping[int, Path | None]
+    advance: Callable[[int, int, int], None] = lambda rows, done, tokens: None
     stepping: bool = True
     """False: forward and backward only, to see whether they raise."""
 
@@ -157,7 +160,7 @@ class _Run:
         self.optimizer.zero_grad()
         members = self.prepare(budget)
         plan = micro_batches([m.rows for m in members], budget, padded=self.policy.padded)
-        passed = [accumulate(self.policy, group, members, self.settings.objective, budget) for group in plan]
+        passed = self.accumulated(plan, members, budget)
         kept = {i: bool(k) for p in passed for i, k in zip(p.members, p.kept, strict=True)}
         gated_out = tuple(m.rollout_id for i, m in enumerate(self.members) if not kept[i])
         figures = _batch_metrics(self.batch, self.members) | self.figures(passed, len(gated_out))
@@ -171,6 +174,19 @@ class _Run:
         self.optimizer.zero_grad()
         figures |= _costs(figures["n_tokens"], time.perf_counter() - started)
         return StepResult(outcome, gated_out, int(figures["n_tokens"]), figures)
+
+    def accumulated(
+        self, plan: Sequence[tuple[int, ...]], members: Sequence[Member], budget: int
+    ) -> list[Passed]:
+        """Pass every micro-batch and say how far that is."""
+        passed: list[Passed] = []
+        rows, done, tokens = sum(len(m.rows) for m in members), 0, 0
+        for group in plan:
+            passed.append(accumulate(self.policy, group, members, self.settings.objective, budget))
+            done += sum(len(members[i].rows) for i in group)
+            tokens += len(passed[-1].tokens.logprobs)
+            self.advance(rows, done, tokens)
+        return passed
 
     def prepare(self, budget: int) -> list[Member]:
         """Score what must be scored beforehand, and fix every token's weight and advantage."""

@@ -12,7 +12,7 @@ store; only errors raised by rows, forward or backward count against a batch.
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,15 +24,17 @@ from service.adapters.signing import Signer, load_signer
 from service.adapters.store import AdapterStore
 from service.batches import leases, outcomes
 from service.batches.claims import ClaimedBatch, claim_batch
-from service.batches.leases import Lease
+from service.batches.leases import Activity, Lease
 from service.batches.outcomes import Judgement, NoStep, Record, Step
 from service.errors import AdapterRejected, LeaseLost, NotFound, TrainingFailed, Unavailable
 from service.settings import Settings
 from trainer import poison, publish
 from trainer.heartbeat import Heartbeat
+from trainer.progress import Progress
 from trainer.restore import Loaded, Restorer
 from trainer.sequences import RolloutRows, build_rows
 from trainer.step import StepResult, TrainingBatch, TrainingRollout, train_batch
+from trainer.tracking import StepReport, Tracking
 
 KillPoint = Callable[[str], None]
 """Called with the name of each point where a crash must be harmless; tests kill the process there."""
@@ -48,6 +50,8 @@ class Worker:
     holder: str
     restorer: Restorer
     at: KillPoint = lambda point: None
+    progress: Progress = field(default_factory=Progress)
+    tracking: Tracking = field(default_factory=lambda: Tracking({}))
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop`; then the batch in hand is finished and the lease released."""
@@ -74,6 +78,7 @@ class Worker:
                 ):
                     if not self.train_next(lease, heartbeat):
                         heartbeat.say("idle")
+                        self.progress.idle()
                         stop.wait(self.settings.trainer_interval_seconds)
         except LeaseLost as lost:
             telemetry.logger().warning("lease_lost", detail=lost.detail)
@@ -89,7 +94,10 @@ class Worker:
         log = telemetry.logger().bind(policy=batch.policy, batch=batch.number, attempt=batch.attempt)
         if batch.deaths >= self.settings.deaths_per_batch:
             log.error("batch_keeps_killing_its_trainer", deaths=batch.deaths)
-            outcomes.pause_policy(self.engine, lease)
+            outcomes.pause_policy(
+                self.engine, lease, "trainer_deaths",
+                f"{batch.deaths} trainers have died over batch {batch.number} without a report",
+            )  # fmt: skip
             return False
         try:
             with telemetry.STEP_SECONDS.labels(batch.policy).time():
@@ -105,25 +113,27 @@ class Worker:
         return True
 
     def _train(self, lease: Lease, batch: ClaimedBatch, heartbeat: Heartbeat) -> None:
-        heartbeat.say("loading")
+        self.progress.start(batch.policy, batch.number)
+        self._say(heartbeat, "loading")
         loaded = self.restorer.restore(lease, batch)
-        heartbeat.say("training")
+        self._say(heartbeat, "training")
         with TemporaryDirectory(prefix="yoro-versions-") as scratch:
             versions = _Versions(self.store, batch, Path(scratch))
             rows = {m.rollout_id: self._rows(loaded, m.document, versions) for m in batch.members}
             self.at("rows_built")
             result = train_batch(
                 loaded.policy, loaded.optimizer, training_batch(batch, rows), batch.settings,
-                step_number=batch.head.depth + 1, load_version=versions.folder,
+                step_number=batch.head.depth + 1, load_version=versions.folder, advance=self.progress.advance,
             )  # fmt: skip
         self.at("stepped")
-        metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
+        figures = batch.figures | result.metrics
+        metrics = {name: value for name, value in figures.items() if math.isfinite(value)}
         record = Record(_judgements(rows, result), result.policy_tokens, metrics)
         if result.outcome != "stepped":
             self._end_without_step(lease, batch, result.outcome, record)
             return
         self.restorer.forget()  # what is in memory is no published version until the commit
-        heartbeat.say("publishing")
+        self._say(heartbeat, "publishing")
         published = publish.publish(
             loaded.policy, loaded.optimizer, self.store,
             batch=batch, lease=lease, metrics=metrics, signer=self._signer(),
@@ -133,12 +143,28 @@ class Worker:
         self._commit(lease, step)
         self.restorer.keep(lease, batch.head.next_version, loaded)
         self.at("committed")
-        telemetry.STEPS.labels(batch.policy, "trained").inc()
+        self._report(batch, "trained", batch.head.next_version, record)
         telemetry.logger().info(
             "version_published", policy=batch.policy, version=batch.head.next_version,
             batch=batch.number, reward=round(metrics.get("reward/mean", 0.0), 4),
             seconds=round(metrics.get("seconds", 0.0), 2),
         )  # fmt: skip
+
+    def _say(self, heartbeat: Heartbeat, activity: Activity) -> None:
+        heartbeat.say(activity)
+        self.progress.activity = activity
+
+    def _report(self, batch: ClaimedBatch, outcome: str, version: int | None, record: Record) -> None:
+        """Tell Prometheus, trackers and whoever watches what became of a batch; the tables know already."""
+        figures = record.metrics
+        telemetry.count_step(
+            batch.policy, outcome, version=version, figures=figures, policy_tokens=record.policy_tokens,
+            reasons=[judgement.reason for judgement in record.judgements.values()],
+        )  # fmt: skip
+        self.tracking.report(StepReport(batch.policy, batch.number, outcome, version, figures))
+        self.progress.finish(
+            outcome, figures.get("reward/mean"), figures.get("kl_sample_train_v2"), figures.get("seconds")
+        )
 
     def _rows(self, loaded: Loaded, document: dict[str, object], versions: "_Versions") -> RolloutRows:
         try:
@@ -165,7 +191,7 @@ class Worker:
 
     def _end_without_step(self, lease: Lease, batch: ClaimedBatch, outcome: NoStep, record: Record) -> None:
         outcomes.end_without_step(self.engine, lease, batch.id, outcome, record)
-        telemetry.STEPS.labels(batch.policy, outcome).inc()
+        self._report(batch, outcome, None, record)
         telemetry.logger().info("no_step", policy=batch.policy, batch=batch.number, outcome=outcome)
 
     def _count_failure(self, lease: Lease, batch: ClaimedBatch, error: TrainingFailed) -> None:
@@ -177,12 +203,17 @@ class Worker:
             return
         guilty = poison.find(self.restorer.restore(lease, batch), batch)
         self.restorer.forget()
-        if guilty:
+        if not guilty or len(guilty) == len(batch.members) > 1:
+            which = "every rollout fails alone" if guilty else "no rollout fails alone"
+            log.error("no_culprit", found=which)
+            outcomes.pause_policy(
+                self.engine, lease, "failing_batch",
+                f"batch {batch.number} failed {failures} times and {which}, so that none is excluded as "
+                f"poison: {error.detail}",
+            )  # fmt: skip
+        else:
             log.error("poison_excluded", rollouts=sorted(guilty))
             outcomes.exclude_poison(self.engine, lease, batch.id, guilty)
-        else:
-            log.error("no_rollout_is_guilty_alone")
-            outcomes.pause_policy(self.engine, lease)
 
 
 @dataclass(frozen=True, slots=True)

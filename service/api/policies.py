@@ -6,6 +6,7 @@ from fastapi import APIRouter, Body, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import ValidationError
 
+from service import presets
 from service.api.bodies import read_json
 from service.api.context import authenticate, context, permitted_policy
 from service.api.directory import PolicyEntry
@@ -28,7 +29,8 @@ def create_policy(request: Request, document: Annotated[NewPolicy, Body()]) -> d
         raise Forbidden(f"This key may not touch policy {document.name!r}", code="policy")
     here = context(request)
     source = locate_base_model(document.base_model, document.base_revision, here.settings.model_root)
-    pinned = document.model_dump(exclude={"name"}) | {"base_revision": resolve_revision(source)}
+    given = document.model_dump(exclude={"name"}, exclude_unset=True)
+    pinned = presets.expand(given) | {"base_revision": resolve_revision(source)}
     with transaction(here.engine) as connection:
         policies.create(connection, document.name, PolicySettings.model_validate(pinned))
     here.directory.refresh()
@@ -56,7 +58,7 @@ def show_policy(request: Request, policy: str) -> dict[str, Any]:
 
 @router.patch("/v1/policies/{policy}")
 async def revise_policy(request: Request, policy: str) -> dict[str, Any]:
-    """Merge a partial document (RFC 7396) into the settings, as a new revision."""
+    """Merge a partial document (RFC 7396) into the settings, as a new revision; expand a `preset`."""
     caller = authenticate(request, "ops")
     entry = permitted_policy(request, caller, policy)
     changes, _ = await read_json(request, context(request).settings.limits)
@@ -92,7 +94,7 @@ def _revise(request: Request, entry: PolicyEntry, changes: Any) -> dict[str, Any
     here = context(request)
     with transaction(here.engine) as connection:
         try:
-            policies.revise(connection, entry.id, changes)
+            policies.revise(connection, entry.id, presets.expand(changes))
         except ValidationError as error:
             raise native.invalid(error) from error
         gates.evaluate_policy(connection, entry.id)

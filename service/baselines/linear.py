@@ -54,6 +54,18 @@ class Baselines:
     estimator: str
     parameters: Mapping[str, float | int | str]
 
+    @property
+    def neighbours(self) -> NDArray[np.float64]:
+        """[B], (Σw)²/Σw²: how many equally weighted rollouts each baseline amounts to; 0 without any."""
+        squares = (self.weights**2).sum(axis=1)
+        return np.asarray(self.weights.sum(axis=1) ** 2 / np.where(squares > 0, squares, 1.0))
+
+    @property
+    def fell_back(self) -> NDArray[np.bool_]:
+        """[B], whether nothing of the history reached a baseline though there is one."""
+        size, everyone = self.weights.shape
+        return np.asarray((self.weights[:, size:] == 0).all(axis=1) & (everyone > size))
+
 
 class Estimator(Protocol):
     """Predicts the rewards of a batch from its other members and from history."""

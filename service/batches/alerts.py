@@ -13,6 +13,7 @@ from sqlalchemy import Connection, text
 
 from service.batches.locks import ALERTS, try_lock
 from service.batches.outlook import Outlook
+from service.batches.pauses import raise_alerts
 from service.database.tables import ROLLOUT_STATES
 
 NEWEST_TRACES = 20
@@ -46,11 +47,9 @@ FROM lineages l JOIN policy_versions v ON v.policy_id = l.policy_id AND v.versio
 WHERE l.policy_id = :policy
 """)
 
-_RAISE = text("""
-INSERT INTO alerts (policy_id, code, detail)
-SELECT :policy, code, detail
-FROM unnest(CAST(:codes AS text[]), CAST(:details AS text[])) AS new (code, detail)
-ON CONFLICT (policy_id, code) WHERE cleared_at IS NULL DO NOTHING
+_REVISION = text("""
+SELECT s.reason FROM policies p
+JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision WHERE p.id = :policy
 """)
 
 _CLEAR = text("""
@@ -73,7 +72,11 @@ def find(connection: Connection, view: Outlook) -> list[Alert]:
         _NEWEST, {"policy": view.policy_id, "states": list(ROLLOUT_STATES), "limit": NEWEST_TRACES}
     ).all()
     chain = connection.execute(_CHAIN, {"policy": view.policy_id, "limit": SILENT_BATCHES}).one()
+    changed: str = connection.execute(_REVISION, {"policy": view.policy_id}).scalar_one()
     found = [
+        # what guards did, until somebody resumes or changes the settings
+        Alert(view.paused_code, view.paused_reason) if view.paused_code else None,
+        Alert("learning_rate_halved", changed) if changed else None,
         _trainer_absent(view, chain),
         _sampler_version_stuck(view, chain, newest),
         _no_signal_batches(chain.outcomes),
@@ -89,8 +92,7 @@ def keep(connection: Connection, view: Outlook, found: Sequence[Alert]) -> None:
     codes = [alert.code for alert in found]
     connection.execute(_CLEAR, {"policy": view.policy_id, "codes": codes})
     if found:
-        details = [alert.detail for alert in found]
-        connection.execute(_RAISE, {"policy": view.policy_id, "codes": codes, "details": details})
+        raise_alerts(connection, view.policy_id, codes, [alert.detail for alert in found])
 
 
 def _trainer_absent(view: Outlook, chain: Any) -> Alert | None:

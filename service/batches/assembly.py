@@ -152,8 +152,12 @@ def _store(
 
 
 def _parameters(view: Outlook, past: Rewarded, made: Baselines) -> dict[str, Any]:
+    # The batch mean uses no history by nature; it is a fall-back only where something else was asked for.
+    own = made.estimator == "leave_one_out" == view.settings.baseline.estimator
     return {
         **made.parameters,
+        "n_eff_p10": float(np.quantile(made.neighbours, 0.1)),
+        "fallback_frac": 0.0 if own else float(made.fell_back.mean()),
         "window_batches": view.settings.baseline.window_batches,
         "history": len(past.ids),
         "cutoff": view.now.isoformat(),

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import outcomes
+from service.batches import counts, outcomes
 from service.batches.leases import Head, Lease, hold
 from service.database.documents import read_document
 from service.database.engine import transaction
@@ -20,7 +20,7 @@ TOKENS_WINDOW = 16
 
 _NEXT = text("""
 SELECT b.id, b.number, b.size, b.claimed_token, b.attempts, b.failures, b.deaths, b.tokens_per_rollout,
-       p.name AS policy, s.document
+       b.parameters, p.name AS policy, s.document
 FROM batches b
 JOIN policies p ON p.id = b.policy_id
 JOIN settings_revisions s ON s.policy_id = b.policy_id AND s.revision = b.settings_revision
@@ -63,6 +63,7 @@ class ClaimedMember:
     reward: float
     advantage: float
     version: int
+    depth: int
     document: dict[str, Any]
 
 
@@ -86,6 +87,8 @@ class ClaimedBatch:
     files retention has removed."""
     manifests: dict[int, str | None] = field(default_factory=dict)
     """sha256 of their manifests, by which a folder swapped for another is found."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What is known of the batch before it is trained, by the names of the step's metrics."""
 
 
 def claim_batch(engine: Engine, lease: Lease) -> ClaimedBatch | None:
@@ -133,7 +136,29 @@ def _claimed(
         members=claimed,
         folders={row.version: row.folder for row in stored},
         manifests={row.version: row.manifest_sha256 for row in stored},
+        figures=_figures(connection, lease.policy_id, head, batch=batch, settings=settings, members=members),
     )  # fmt: skip
+
+
+def _figures(
+    connection: Connection, policy_id: int, head: Head, *, batch: Any, settings: PolicySettings, members: Any
+) -> dict[str, float]:
+    """Return how stale members are, how many others have become too stale, what baselines rest on."""
+    ages = [head.depth - member.depth for member in members]
+    least = head.depth - settings.batching.max_staleness
+    dropped = sum(
+        count.amount
+        for count in counts.read(connection, policy_id)
+        if count.state == "ready" and count.depth < least
+    )
+    known = ("n_eff_p10", "fallback_frac")
+    return {
+        "staleness/mean": sum(ages) / max(1, len(ages)),
+        "staleness/max": float(max(ages, default=0)),
+        "staleness/dropped": float(dropped),
+        "n_versions": float(len({member.version for member in members})),
+        **{f"baseline/{name}": batch.parameters[name] for name in known if name in batch.parameters},
+    }
 
 
 def _mean_tokens(connection: Connection, policy_id: int, settings: PolicySettings) -> float:
@@ -143,7 +168,7 @@ def _mean_tokens(connection: Connection, policy_id: int, settings: PolicySetting
 
 def _member(row: Any) -> ClaimedMember:
     document = read_document(row.normalised)
-    return ClaimedMember(row.rollout_id, row.reward, row.advantage, row.version, document)
+    return ClaimedMember(row.rollout_id, row.reward, row.advantage, row.version, row.depth, document)
 
 
 def _versions(member: ClaimedMember) -> set[int]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import gates
+from service.batches import gates, pauses
 from service.batches.leases import Lease, hold
 from service.database.engine import transaction
 from service.errors import LeaseLost
@@ -124,9 +124,10 @@ UPDATE rollouts SET state = 'excluded', reason = CASE WHEN erased_at IS NULL THE
 WHERE id = ANY(:ids) AND state = 'batched'
 """)
 
-_COMMITTED = text("SELECT version FROM policy_versions WHERE batch_id = :batch AND fencing_token = :token")
+# Whoever resumes has seen them.
+_FORGIVE = text("UPDATE batches SET deaths = 0 WHERE policy_id = :policy AND state = 'ready'")
 
-_PAUSE = text("UPDATE policies SET paused = true WHERE id = :policy")
+_COMMITTED = text("SELECT version FROM policy_versions WHERE batch_id = :batch AND fencing_token = :token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +243,12 @@ def exclude_poison(engine: Engine, lease: Lease, batch_id: int, guilty: Mapping[
         connection.execute(_POISONED, {"ids": sorted(guilty)})
 
 
-def pause_policy(engine: Engine, lease: Lease) -> None:
-    """Stop forming and training batches of this policy until somebody resumes it."""
+def pause_policy(engine: Engine, lease: Lease, code: str, reason: str) -> None:
+    """Stop forming and training batches of this policy, and say why, until somebody resumes it."""
     with transaction(engine) as connection:
         hold(connection, lease)
-        connection.execute(_PAUSE, {"policy": lease.policy_id})
+        pauses.pause(connection, lease.policy_id, code, reason)
+        connection.execute(_FORGIVE, {"policy": lease.policy_id})
 
 
 def dissolve(connection: Connection, batch_id: int, reason: str) -> None:

@@ -15,7 +15,7 @@ from service.batches.counts import Count
 from service.policies import PolicySettings
 
 _POLICY = text("""
-SELECT p.id, p.name, p.paused, p.settings_revision, p.gate_epoch, s.document,
+SELECT p.id, p.name, p.paused, p.paused_code, p.paused_reason, p.settings_revision, p.gate_epoch, s.document,
        l.head_version, l.head_depth, l.next_batch, l.promoted_version, v.depth AS promoted_depth,
        l.promotion_held,
        clock_timestamp() AS now,
@@ -35,9 +35,13 @@ class Outlook:
     policy_id: int
     policy: str
     paused: bool
+    paused_code: str
+    """Which guard paused it; empty: a person."""
+    paused_reason: str
     revision: int
     settings: PolicySettings
     head_version: int
+    next_batch: int
     promoted_version: int
     least_depth: int
     ahead_of_promoted: int
@@ -73,7 +77,7 @@ class Outlook:
         """Say what keeps even a full batch from being formed."""
         promotion = self.settings.promotion
         if self.paused:
-            return "the policy is paused"
+            return "the policy is paused" + (f": {self.paused_reason}" if self.paused_reason else "")
         if self.ready_batches >= self.settings.batching.max_ready_batches:
             return f"{self.ready_batches} batch(es) wait for the trainer"
         waits = promotion.mode != "auto" or self.promotion_held
@@ -101,8 +105,10 @@ def outlook(connection: Connection, policy_id: int) -> Outlook:
         newest=settings.batching.overload.take == "newest",
     )  # fmt: skip
     return Outlook(
-        policy_id=row.id, policy=row.name, paused=row.paused, revision=row.settings_revision,
-        settings=settings, head_version=row.head_version, promoted_version=row.promoted_version,
+        policy_id=row.id, policy=row.name, paused=row.paused, paused_code=row.paused_code,
+        paused_reason=row.paused_reason, revision=row.settings_revision,
+        settings=settings, head_version=row.head_version, next_batch=row.next_batch,
+        promoted_version=row.promoted_version,
         least_depth=least_depth, ahead_of_promoted=row.head_depth - row.promoted_depth,
         promotion_held=row.promotion_held,
         ready_batches=row.ready_batches, now=row.now, counted=counted,

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from service.batches import erasure, gates, outcomes
+from service.batches import erasure, gates, outcomes, pauses
 from service.batches.locks import hold_lineage
 from service.errors import NotFound
 
@@ -95,4 +95,5 @@ def in_force(connection: Connection, policy_id: int) -> list[dict[str, Any]]:
 
 def _reconsider(connection: Connection, policy_id: int) -> None:
     gates.open_epoch(connection, policy_id)
+    pauses.look_afresh(connection, policy_id)  # rewards without this grader are not comparable
     gates.evaluate_policy(connection, policy_id)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 from service.adapters import pointers
-from service.batches import gates, outcomes
+from service.batches import gates, outcomes, pauses
 from service.batches.locks import hold_lineage
 
 _BRANCH = text("""
@@ -33,9 +33,11 @@ _POINT = text("""
 UPDATE lineages l SET head_version = v.version, head_depth = v.depth, fencing_token = l.fencing_token + 1,
     -- somebody else's approval stands as long as what was approved is on the branch
     promoted_version = CASE WHEN serving.rewound
-                              OR coalesce(s.document #>> '{promotion,mode}', 'auto') = 'auto'
+                              OR (coalesce(s.document #>> '{promotion,mode}', 'auto') = 'auto'
+                                  AND NOT (:keep_hold AND l.promotion_held))
                             THEN v.version ELSE l.promoted_version END,
-    promotion_held = false, holder = NULL, expires_at = NULL, activity = 'idle'
+    promotion_held = :keep_hold AND l.promotion_held AND NOT serving.rewound,
+    holder = NULL, expires_at = NULL, activity = 'idle'
 FROM policy_versions v, policy_versions serving, policies p
 JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision
 WHERE l.policy_id = :policy AND p.id = l.policy_id AND v.policy_id = l.policy_id AND v.version = :version
@@ -60,10 +62,17 @@ class Rewound:
 
 
 def rewind(
-    connection: Connection, policy_id: int, version: int, *, reason: str, force: bool = False
+    connection: Connection,
+    policy_id: int,
+    version: int,
+    *,
+    reason: str,
+    force: bool = False,
+    keep_hold: bool = False,
 ) -> Rewound:
     """Make a version the head under a new fencing token; `promoted` follows unless it stays on the branch.
 
+    `keep_hold`: where somebody holds `promoted` at a version of the branch, it stays held there.
     Raises NotFound, Conflict (`version_gone`, `version_tainted` unless forced).
     """
     hold_lineage(connection, policy_id)
@@ -74,7 +83,9 @@ def rewind(
     pointers.say_why(connection, reason)
     named = {"policy": policy_id, "version": version}
     turned = connection.execute(_BRANCH, named).all()
-    connection.execute(_POINT, named)
+    connection.execute(_POINT, {**named, "keep_hold": keep_hold})
+    if any(not row.rewound for row in turned):
+        pauses.look_afresh(connection, policy_id)  # whoever brings a branch back knows what guards said of it
     # The epoch first: members given back are evaluated at once, under what holds from now on.
     gates.open_epoch(connection, policy_id)
     batches = connection.execute(_READY_BATCHES, named).all()

@@ -8,6 +8,7 @@ uses them, so no lock is held while a model runs.
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from sqlalchemy import Connection, Engine, text
 
 from service import telemetry
 from service.baselines.features import Task
-from service.batches import alerts, assembly, choices, counts, expiry, gates, history, overload
+from service.batches import alerts, assembly, choices, counts, expiry, gates, guards, history, overload
 from service.batches.choices import Formed
 from service.batches.locks import ASSEMBLY, try_lock
 from service.batches.outlook import Outlook, outlook
@@ -54,6 +55,8 @@ class Scheduler:
         # The last batch's tasks, a policy's at a time: the next one's history is nearly the same. What
         # was erased meanwhile is not asked for again, and goes with the next batch.
         self._known: dict[int, dict[int, Task]] = {}
+        # What of each policy guards saw last: they look again when it has changed.
+        self._guarded: dict[int, object] = {}
         self._log = telemetry.logger()
 
     def run(self, stop: threading.Event) -> None:
@@ -81,7 +84,7 @@ class Scheduler:
     def _serve(self, policy_id: int) -> int:
         """Do all that is due for one policy; its defects are logged and cost the others nothing."""
         try:
-            self._tidy(policy_id)
+            self._guard(self._tidy(policy_id))
             formed = self.form(policy_id)
             if formed is not None:
                 choices.observe(self._engine, formed)
@@ -92,8 +95,11 @@ class Scheduler:
             self._log.error("policy_not_scheduled", policy_id=policy_id, exc_info=error)
             return 0
 
-    def _tidy(self, policy_id: int) -> None:
-        """Evaluate what a change outdated, expire, leave out what is too much, watch for trouble."""
+    def _tidy(self, policy_id: int) -> Outlook:
+        """Evaluate what a change outdated, expire, leave out what is too much, watch for trouble.
+
+        Return what the policy looked like.
+        """
         with transaction(self._engine) as connection:
             gates.evaluate_policy(connection, policy_id)
             view = outlook(connection, policy_id)
@@ -104,6 +110,7 @@ class Scheduler:
                 if try_lock(connection, ASSEMBLY, policy_id):
                     view = outlook(connection, policy_id)
                     overload.leave_out(connection, policy_id, view.settings, view.fresh_depths, view.fresh)
+        return view
 
     def _watch(self, connection: Connection, view: Outlook) -> None:
         """Raise and clear alerts, which need no more than a look every few seconds."""
@@ -111,6 +118,26 @@ class Scheduler:
         if now - self._watched_at.get(view.policy_id, -WATCH_SECONDS) >= WATCH_SECONDS:
             self._watched_at[view.policy_id] = now
             alerts.keep(connection, view, alerts.find(connection, view))
+
+    def _guard(self, view: Outlook) -> None:
+        """Let guards stop or slow down what goes wrong; they look again once something has changed."""
+        state = (view.next_batch, view.head_version, view.ready_batches, view.revision, view.paused)
+        telemetry.PAUSED.labels(view.policy).set(view.paused)
+        if view.paused or self._guarded.get(view.policy_id) == state:
+            return
+        with transaction(self._engine) as connection:
+            needed = guards.needed_rollouts(connection, view)
+            missing = history.missing_texts(connection, needed, self._encoder.name) if needed else {}
+        self._embed(needed, missing)
+        try:
+            with transaction(self._engine) as connection:
+                act = guards.act(connection, view, self._encoder.name)
+        except history.EmbeddingMissing:
+            return  # rollouts came into view meanwhile; the next look embeds them
+        self._guarded[view.policy_id] = state
+        if act is not None:
+            telemetry.GUARD_ACTS.labels(view.policy, act.guard, act.deed).inc()
+            self._log.warning("guard_acted", policy=view.policy, **asdict(act))
 
     def form(self, policy_id: int) -> Formed | None:
         """Form the policy's next batch if one is due; what it needs is embedded first."""

@@ -62,6 +62,8 @@ def policy_status(connection: Connection, policy_id: int) -> dict[str, Any]:
     return {
         "policy": view.policy,
         "paused": view.paused,
+        "paused_by": view.paused_code or None,
+        "paused_reason": view.paused_reason,
         "settings_revision": view.revision,
         "head_version": present.head_version,
         "promoted_version": present.promoted_version,

@@ -15,8 +15,8 @@ FIXED = ("base_model", "base_revision", "adapter")
 
 _INSERT = text("INSERT INTO policies (name) VALUES (:name) RETURNING id")
 _REVISION = text("""
-INSERT INTO settings_revisions (policy_id, revision, document)
-VALUES (:policy, :revision, CAST(:document AS jsonb))
+INSERT INTO settings_revisions (policy_id, revision, document, reason)
+VALUES (:policy, :revision, CAST(:document AS jsonb), :reason)
 """)
 _LINEAGE = text("INSERT INTO lineages (policy_id) VALUES (:policy)")
 _BASE = text(
@@ -28,9 +28,14 @@ JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revi
 WHERE p.id = :policy FOR UPDATE OF p
 """)
 _POINT = text("""
-UPDATE policies SET settings_revision = :revision, gate_epoch = gate_epoch + :opens WHERE id = :policy
+UPDATE policies p SET settings_revision = :revision, gate_epoch = gate_epoch + :opens,
+    -- rewards of another rule are not comparable: guards look at later batches only
+    guards_from_batch = CASE WHEN :other_rewards THEN l.next_batch ELSE p.guards_from_batch END
+FROM lineages l WHERE p.id = :policy AND l.policy_id = p.id
 """)
-_PAUSE = text("UPDATE policies SET paused = :paused WHERE id = :policy")
+_PAUSE = text("""
+UPDATE policies SET paused = :paused, paused_code = '', paused_reason = '' WHERE id = :policy
+""")
 
 
 def create(connection: Connection, name: str, settings: PolicySettings) -> int:
@@ -41,15 +46,19 @@ def create(connection: Connection, name: str, settings: PolicySettings) -> int:
     except IntegrityError as error:
         raise Conflict(f"There is a policy {name!r} already", code="policy_exists") from error
     connection.execute(
-        _REVISION, {"policy": policy_id, "revision": 1, "document": settings.model_dump_json()}
+        _REVISION,
+        {"policy": policy_id, "revision": 1, "document": settings.model_dump_json(), "reason": ""},
     )
     connection.execute(_LINEAGE, {"policy": policy_id})
     connection.execute(_BASE, {"policy": policy_id})
     return policy_id
 
 
-def revise(connection: Connection, policy_id: int, changes: dict[str, object]) -> int:
-    """Merge changes into the settings as a new revision and return its number. Raises Invalid."""
+def revise(connection: Connection, policy_id: int, changes: dict[str, object], *, reason: str = "") -> int:
+    """Merge changes into the settings as a new revision and return its number. Raises Invalid.
+
+    `reason`: why a guard changes them; empty for a person.
+    """
     row = connection.execute(_LOCK, {"policy": policy_id}).one()
     merged = _merge(row.document, changes)
     for name in FIXED:
@@ -63,17 +72,27 @@ def revise(connection: Connection, policy_id: int, changes: dict[str, object]) -
     revision: int = row.settings_revision + 1
     connection.execute(
         _REVISION,
-        {"policy": policy_id, "revision": revision, "document": settings.model_dump_json()},
-    )
+        {
+            "policy": policy_id, "revision": revision, "document": settings.model_dump_json(),
+            "reason": reason,
+        },
+    )  # fmt: skip
     # Compared with defaults filled in: a part that an older release did not know is no change.
     before = PolicySettings.model_validate(row.document).model_dump()
-    opens = any(_part(before, path) != _part(settings.model_dump(), path) for path in GATE_PARTS)
-    connection.execute(_POINT, {"policy": policy_id, "revision": revision, "opens": int(opens)})
+    after = settings.model_dump()
+    opens = any(_part(before, path) != _part(after, path) for path in GATE_PARTS)
+    connection.execute(
+        _POINT,
+        {
+            "policy": policy_id, "revision": revision, "opens": int(opens),
+            "other_rewards": before["reward"] != after["reward"],
+        },
+    )  # fmt: skip
     return revision
 
 
 def set_paused(connection: Connection, policy_id: int, paused: bool) -> None:
-    """Pause or resume the forming and training of batches."""
+    """Pause or resume the forming and training of batches, as a person wishes."""
     connection.execute(_PAUSE, {"policy": policy_id, "paused": paused})
 
 

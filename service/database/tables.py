@@ -97,6 +97,11 @@ class Policy(Table):
     name: Mapped[str] = mapped_column(unique=True)
     settings_revision: Mapped[int] = mapped_column(Integer, server_default="1")
     paused: Mapped[bool] = mapped_column(server_default=text("false"))
+    paused_code: Mapped[str] = mapped_column(server_default="")
+    """Which guard paused it (service/batches/guards.py); empty: a person, or nobody."""
+    paused_reason: Mapped[str] = mapped_column(server_default="")
+    guards_from_batch: Mapped[int] = mapped_column(Integer, server_default="1")
+    """Guards look at batches from this number on: what a person has seen and resumed counts no more."""
     gate_epoch: Mapped[int] = mapped_column(Integer, server_default="1")
     """Raised by whatever changes what a grade or rollout counts for: rule, quarantine, rewind."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -109,6 +114,8 @@ class SettingsRevision(Table):
     policy_id: Mapped[int] = mapped_column(ForeignKey("policies.id"), primary_key=True)
     revision: Mapped[int] = mapped_column(Integer, primary_key=True)
     document: Mapped[dict[str, Any]]
+    reason: Mapped[str] = mapped_column(server_default="")
+    """Why a guard made it; empty: a person did."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

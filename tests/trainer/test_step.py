@@ -133,6 +133,25 @@ def test_step_reports_the_figures_of_the_design(policy: PolicyModel, optimizer: 
     assert all(isinstance(value, float) for value in figures.values())
 
 
+def test_version_zero_has_no_divergence_from_its_reference(tiny_source: BaseModelSource) -> None:
+    """The reference is version 0: no policy starts from an adapter that it is not measured against."""
+    policy = load_policy(tiny_source, TINY, device="cpu")
+    optimizer = AdapterOptimizer(policy.parameters(), TINY.optimizer)
+    figures = train(policy, optimizer, random_batch(2), with_objective(gate="none")).metrics
+    assert (figures["kl_ref"], figures["loss/kl"]) == (0.0, 0.0)
+
+
+def test_step_that_moves_nothing_is_a_failure(tiny_source: BaseModelSource) -> None:
+    settings = with_objective(gate="none").model_copy(
+        update={"optimizer": TINY.optimizer.model_copy(update={"learning_rate": 1e-45})}
+    )
+    policy = load_policy(tiny_source, settings, device="cpu")
+    optimizer = AdapterOptimizer(policy.parameters(), settings.optimizer)
+    with pytest.raises(TrainingFailed) as failure:
+        train(policy, optimizer, random_batch(2), settings)
+    assert failure.value.code == "adapter_unchanged"
+
+
 def test_lora_norm_is_that_of_the_weight_change(policy: PolicyModel, optimizer: AdapterOptimizer) -> None:
     figures = train(policy, optimizer, random_batch(2), with_objective(gate="none")).metrics
     held, total = policy.parameters(), 0.0

@@ -24,13 +24,17 @@ def create(
     name: str,
     base_model: Annotated[str, typer.Option(help="Hub name, path below the model root, or smollm2-135m.")],
     assignments: Assignments = [],  # noqa: B006 - typer copies it
+    preset: Annotated[
+        str | None, typer.Option(help="gs1 or flashreinforce: objective and baseline; --set wins over it.")
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = "",
     data: Data = DEFAULT_DATA,
 ) -> None:
     """Create a policy over a base model."""
+    document = _document(assignments) | ({} if preset is None else {"preset": preset})
     with connect(url, key, data) as client:
-        _show(client.create_policy(name, base_model=base_model, **_document(assignments)))
+        _show(client.create_policy(name, base_model=base_model, **document))
 
 
 @app.command("list")

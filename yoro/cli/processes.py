@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -98,22 +99,41 @@ def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     engine.dispose()
 
 
-def train(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
+def train(
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard's event files (YORO_TENSORBOARD).")
+    ] = None,
+    mlflow: Annotated[str, typer.Option(help="MLflow tracking server (YORO_MLFLOW_URL).")] = "",
+    wandb: Annotated[str, typer.Option(help="Weights & Biases project (YORO_WANDB_PROJECT).")] = "",
+    lifeline: Lifeline = -1,
+    metrics_port: MetricsPort = 0,
+) -> None:
     """Run one trainer: takes leases, trains batches, publishes versions."""
     from service.adapters.store import AdapterStore
     from service.database import engine as database
     from service.settings import Settings
+    from trainer.progress import Progress
     from trainer.restore import Restorer
+    from trainer.tracking import open_tracking
     from trainer.worker import Worker, use_threads
 
-    settings, stop = Settings(), _start("trainer", lifeline)
-    use_threads(settings.threads)
-    engine = database.connect(settings.database_url, name="trainer")
-    _probes(metrics_port, engine)
-    store = AdapterStore(settings.store_url)
-    holder = f"{socket.gethostname()}:{os.getpid()}"
-    Worker(engine, store, settings, holder, Restorer(store, settings)).run(stop)
-    engine.dispose()
+    given = {"tensorboard": tensorboard, "mlflow_url": mlflow, "wandb_project": wandb}
+    settings = Settings(**{name: value for name, value in given.items() if value})  # type: ignore[arg-type]
+    console, progress = Console(), Progress()
+    # The line first: logging then writes above it, not through it.
+    with progress.shown(console) if console.is_terminal else nullcontext():
+        stop = _start("trainer", lifeline)
+        use_threads(settings.threads)
+        engine = database.connect(settings.database_url, name="trainer")
+        _probes(metrics_port, engine)
+        store, tracking = AdapterStore(settings.store_url), open_tracking(settings)
+        holder = f"{socket.gethostname()}:{os.getpid()}"
+        worker = Worker(
+            engine, store, settings, holder, Restorer(store, settings), progress=progress, tracking=tracking
+        )
+        worker.run(stop)
+        tracking.close()
+        engine.dispose()
 
 
 def migrate(database_url: Database = None) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,10 +48,16 @@ class Ground:
     policy_id: int
     name: str
     settings: PolicySettings
+    metrics: dict[str, float] = field(default_factory=lambda: {"reward/mean": 0.5})
+    """What its trainer says of every step."""
 
     @cached_property
     def scheduler(self) -> Scheduler:
         """One scheduler that lives through all that happens, with what it remembers."""
+        return self.fresh_scheduler()
+
+    def fresh_scheduler(self) -> Scheduler:
+        """Return one that remembers nothing and has not looked for alerts a moment ago."""
         return Scheduler(self.engine, HashingEncoder(), interval_seconds=1)
 
     def trace(self, trace_id: str, *, task: str | None = None, **changes: Any) -> Outcome:
@@ -136,7 +142,10 @@ class Ground:
         version = batch.head.next_version
         outcomes.commit_step(
             self.engine, lease,
-            Step(batch.id, batch.head.version, version, published(version), record(batch, rejected)),
+            Step(
+                batch.id, batch.head.version, version, published(version),
+                record(batch, rejected, self.metrics),
+            ),
         )  # fmt: skip
         return version
 
@@ -183,9 +192,11 @@ def make_ground(engine: Engine, **settings: Any) -> Ground:
         return Ground(engine, policies.create(connection, name, made), name, made)
 
 
-def record(batch: ClaimedBatch, rejected: Mapping[str, str] | None = None) -> Record:
+def record(
+    batch: ClaimedBatch, rejected: Mapping[str, str] | None = None, metrics: Mapping[str, float] | None = None
+) -> Record:
     """What a trainer says of a batch in which every member trained."""
-    return Record({member.rollout_id: Judgement("text") for member in batch.members}, 8, {"reward/mean": 0.5})
+    return Record({member.rollout_id: Judgement("text") for member in batch.members}, 8, metrics or {})
 
 
 def published(version: int) -> Published:

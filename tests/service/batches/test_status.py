@@ -6,11 +6,9 @@ from sqlalchemy import Engine
 
 from service.batches import alerts
 from service.batches.outlook import outlook
-from service.batches.scheduler import Scheduler
 from service.database.engine import transaction
 from tests.conftest import Api
 from tests.service.batches.ground import Ground, make_ground
-from tests.training_ground import HashingEncoder
 
 
 def status(api: Api, ground: Ground) -> dict[str, Any]:
@@ -156,12 +154,12 @@ def test_a_batch_that_waits_without_a_trainer_raises_an_alert_once_and_clears_it
     ground.pass_time(120)
     assert alert_codes(ground) == {"trainer_absent"}
     for _ in range(2):
-        _fresh_scheduler(ground)._tidy(ground.policy_id)
+        ground.fresh_scheduler()._tidy(ground.policy_id)
     assert ground.rows("SELECT code, cleared_at FROM alerts WHERE policy_id = :policy") == [
         ("trainer_absent", None)
     ]
     ground.train()
-    _fresh_scheduler(ground)._tidy(ground.policy_id)
+    ground.fresh_scheduler()._tidy(ground.policy_id)
     ((cleared,),) = ground.rows("SELECT cleared_at IS NOT NULL FROM alerts WHERE policy_id = :policy")
     assert cleared
 
@@ -192,8 +190,3 @@ def test_batches_that_never_have_a_signal_and_silent_graders_are_noticed(engine:
     ground.pass_time(7200)
     ground.trace("t9")
     assert alert_codes(ground) == {"no_signal_batches", "grader_silent"}
-
-
-def _fresh_scheduler(ground: Ground) -> Scheduler:
-    """One that has not looked for alerts a moment ago."""
-    return Scheduler(ground.engine, HashingEncoder(), interval_seconds=1)
