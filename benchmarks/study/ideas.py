@@ -1,6 +1,6 @@
 """The ideas of the study by name, and the kernels that they need beside the service's.
 
-Knows no tables. An idea with `limit` uses what no service knows before the action.
+Knows no tables. A `limit` uses what no service knows before the action.
 """
 
 from __future__ import annotations
@@ -38,19 +38,16 @@ class Idea:
 
     name: str
     make: Callable[[], Contender]
-    limit: bool = False
 
 
-def instead(**changes: float | str | None) -> dict[str, float]:
-    """The service's prior with a kernel renamed, given another amplitude, or (None) left out."""
-    prior: dict[str, float] = {}
-    for name, amplitude in SERVED.items():
-        change = changes.get(name, amplitude)
-        if change is not None:
-            prior[change if isinstance(change, str) else name] = (
-                amplitude if isinstance(change, str) else change
-            )
-    return prior | {name: value for name, value in changes.items() if name not in SERVED}  # type: ignore[misc]
+def instead(**others: str) -> dict[str, float]:
+    """The service's prior with other kernels in the place of those named."""
+    return {others.get(name, name): amplitude for name, amplitude in SERVED.items()}
+
+
+def without(name: str) -> dict[str, float]:
+    """The service's prior with a kernel left out."""
+    return {other: amplitude for other, amplitude in SERVED.items() if other != name}
 
 
 def scaled(factor: float) -> dict[str, float]:
@@ -73,8 +70,8 @@ def ideas(oracle: Mapping[str, float]) -> list[Idea]:
             "idf without a cap, as in textbooks", process(instead(tfidf="plain_tfidf", local="plain_local"))
         ),
         Idea("no idf at all", process(instead(tfidf="counts", local="counts_local"))),
-        Idea("without the spelling kernel", process(instead(spelling=None))),
-        Idea("without the local kernel", process(instead(local=None))),
+        Idea("without the spelling kernel", process(without("spelling"))),
+        Idea("without the local kernel", process(without("local"))),
         Idea("prior amplitudes times 2", process(scaled(2.0))),
         Idea("prior amplitudes times 4", process(scaled(4.0))),
         Idea("each amplitude free (width 1)", process(width=1.0)),
@@ -85,12 +82,12 @@ def ideas(oracle: Mapping[str, float]) -> list[Idea]:
         Idea("average with the softmax", Average),
         Idea("noise by p(1-p)", UnevenNoise),
         Idea("clipped and recalibrated", Recalibrated),
-        Idea("and a kernel of first words", process(instead(first_words=0.05))),
-        Idea("and centred embeddings", process(instead(centred=0.15))),
+        Idea("and a kernel of first words", process({**SERVED, "first_words": 0.05})),
+        Idea("and centred embeddings", process({**SERVED, "centred": 0.15})),
         Idea("exp(-distance) for the cosine of embeddings", process(instead(embedding="exponential"))),
         Idea("embedding_softmax, T = 0.1", Softmax),
-        Idea("limit: amplitudes fitted to the whole table", process(oracle, refit=lambda _: False), True),
-        Idea("limit: and the true family", process(instead(family=0.15)), True),
+        Idea("limit: amplitudes fitted to the whole table", process(oracle, refit=lambda _: False)),
+        Idea("limit: and the true family", process({**SERVED, "family": 0.15})),
     ]
 
 
