@@ -1,6 +1,6 @@
 """What was tried to make the default baseline better: every idea on equal streams, failures included.
 
-    python -m benchmarks.baseline_study [--batches 60] [--tables llama,mix_u] [--cache FOLDER]
+    python -m benchmarks.baseline_study [--batches 40] [--tables llama,mix_u] [--cache FOLDER]
 
 Ratio of B_eff to `leave_one_out`, cold replays, B = 32, window 16. Ideas are compared in pairs: the same
 permutations, the same rewards. Ideas were developed on qwen, gsm8k, smollm2 and the mixes; the other
@@ -36,7 +36,7 @@ MEAN = "mean of the eight"
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=60, help="replayed batches a table, at least")
+    parser.add_argument("--batches", type=int, default=40, help="replayed batches a table, at least")
     parser.add_argument("--tables", default=",".join(NAMES))
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--encoder", default="all-MiniLM-L6-v2")
