@@ -2,7 +2,7 @@
 
     python -m benchmarks.baselines [--batches 400] [--data ../shared/data/multirollout]
 
-About five minutes on one core, embeddings (three minutes) apart: --cache FOLDER keeps them. Writes
+Three minutes of CPU time, and three more for the embeddings, which --cache FOLDER keeps. Writes
 benchmarks/results/baselines.json and prints the same table. Every seed is fixed.
 """
 
