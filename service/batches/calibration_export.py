@@ -16,41 +16,37 @@ from service.baselines.calibration_sets import calibration_line
 from service.database.documents import read_document
 from service.errors import NotFound
 from service.ingest.formats.native import first_action
+from service.policies import PolicySettings
 
 PAGE = 100
 """Documents held at once."""
 
-_POLICY = text("SELECT id FROM policies WHERE name = :name")
+_POLICY = text("SELECT id, settings_revision FROM policies WHERE name = :name")
+_REVISIONS = text("SELECT revision, document FROM settings_revisions WHERE policy_id = :policy")
 
-# A rollout that has been trained keeps the reward of the rule that it was trained under.
 _REWARDED = """
-rewarded AS (
-    SELECT r.id, r.task_key, r.reward, r.version,
-           made.document -> 'reward' = present.document -> 'reward' AS counts
-    FROM rollouts r
-    JOIN policies p ON p.id = r.policy_id
-    JOIN settings_revisions present ON present.policy_id = p.id AND present.revision = p.settings_revision
-    JOIN settings_revisions made ON made.policy_id = p.id AND made.revision = r.reward_revision
-    WHERE r.policy_id = :policy AND r.reward IS NOT NULL AND r.arrival IS NOT NULL AND r.erased_at IS NULL
-      AND (CAST(:oldest AS integer) IS NULL OR r.version >= :oldest)
-      AND (CAST(:newest AS integer) IS NULL OR r.version <= :newest)
-)
+r.policy_id = :policy AND r.reward IS NOT NULL AND r.arrival IS NOT NULL AND r.erased_at IS NULL
+AND (CAST(:oldest AS integer) IS NULL OR r.version >= :oldest)
+AND (CAST(:newest AS integer) IS NULL OR r.version <= :newest)
 """
 
 _TASKS = text(f"""
-WITH {_REWARDED}, attempts AS (
-    SELECT DISTINCT ON (w.task_key, f.content_digest) w.*
-    FROM rewarded w JOIN rollout_features f ON f.rollout_id = w.id
-    WHERE w.counts ORDER BY w.task_key, f.content_digest, w.id
+WITH attempts AS (
+    SELECT DISTINCT ON (r.task_key, f.content_digest) r.task_key, r.id, r.reward, r.version
+    FROM rollouts r JOIN rollout_features f ON f.rollout_id = r.id
+    WHERE {_REWARDED} AND r.reward_revision = ANY(:revisions)
+    ORDER BY r.task_key, f.content_digest, r.id
 ), tasks AS (
     SELECT task_key, min(id) AS first, array_agg(reward ORDER BY id) AS rewards,
            min(version) AS oldest, max(version) AS newest
     FROM attempts GROUP BY task_key HAVING count(*) >= :least
 )
 SELECT t.*, d.normalised FROM tasks t JOIN rollout_documents d ON d.rollout_id = t.first ORDER BY t.first
-""")  # noqa: S608 - our own expressions
+""")  # noqa: S608 - our own words
 
-_OUTDATED = text(f"WITH {_REWARDED} SELECT count(*) FROM rewarded WHERE NOT counts")  # noqa: S608
+_OUTDATED = text(f"""
+SELECT count(*) FROM rollouts r WHERE {_REWARDED} AND r.reward_revision <> ALL(:revisions)
+""")  # noqa: S608 - our own words
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +87,17 @@ def outdated(connection: Connection, wanted: Wanted) -> int:
 
 
 def _bounds(connection: Connection, wanted: Wanted) -> dict[str, Any]:
-    policy = connection.execute(_POLICY, {"name": wanted.policy}).scalar_one_or_none()
+    policy = connection.execute(_POLICY, {"name": wanted.policy}).one_or_none()
     if policy is None:
         raise NotFound(f"There is no policy {wanted.policy!r}", code="policy_not_found")
-    return {"policy": policy, "oldest": wanted.oldest, "newest": wanted.newest}
+    documents = connection.execute(_REVISIONS, {"policy": policy.id}).all()
+    # Compared with defaults filled in: a part that an older release did not know is no change.
+    rules = {row.revision: PolicySettings.model_validate(row.document).reward for row in documents}
+    return {
+        "policy": policy.id, "oldest": wanted.oldest, "newest": wanted.newest,
+        # a rollout that has been trained keeps the reward of the rule that it was trained under
+        "revisions": [number for number, rule in rules.items() if rule == rules[policy.settings_revision]],
+    }  # fmt: skip
 
 
 def _line(task_key: str, document: Mapping[str, Any], rewards: list[float]) -> str:

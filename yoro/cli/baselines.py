@@ -169,10 +169,12 @@ def export(
 
     wanted = calibration_export.Wanted(policy, oldest, newest, minimum_rewards)
     engine = database.connect(database_url or Settings().database_url, name="calibration-set export")
-    with database.transaction(engine) as connection:
-        left_out = calibration_export.outdated(connection, wanted)
-        tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
-    engine.dispose()
+    try:
+        with database.transaction(engine) as connection:
+            left_out = calibration_export.outdated(connection, wanted)
+            tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
+    finally:
+        engine.dispose()
     if left_out:
         print(f"{left_out} rollouts left out: an earlier reward rule made their rewards")
     if not tasks:
