@@ -22,6 +22,8 @@ class Figure:
     unit: str
     bound: float | None = None
     better: Literal["more", "less"] = "more"
+    interval: tuple[float, float] | None = None
+    """95 %, for information: bounds judge the value."""
 
     @property
     def holds(self) -> bool | None:
@@ -46,9 +48,11 @@ class Report:
         unit: str,
         bound: float | None = None,
         better: Literal["more", "less"] = "more",
+        *,
+        interval: tuple[float, float] | None = None,
     ) -> None:
         """Add a figure and print it at once."""
-        figure = Figure(name, value, unit, bound, better)
+        figure = Figure(name, value, unit, bound, better, interval)
         self.figures.append(figure)
         print(_line(figure), flush=True)
 
@@ -60,6 +64,7 @@ class Report:
             "commit": _commit(),
             "figures": [
                 {"name": f.name, "value": f.value, "unit": f.unit, "bound": f.bound, "holds": f.holds}
+                | ({} if f.interval is None else {"interval": f.interval})
                 for f in self.figures
             ],
         }
@@ -71,7 +76,9 @@ def _line(figure: Figure) -> str:
     verdict = {True: "holds", False: "falls short", None: ""}[figure.holds]
     sign = "≥" if figure.better == "more" else "≤"
     bound = "" if figure.bound is None else f"{sign} {figure.bound:g}"
-    return f"{figure.name:<64} {figure.value:>12,.3f} {figure.unit:<10} {bound:<10} {verdict}"
+    span = "" if figure.interval is None else f"[{figure.interval[0]:.3f}, {figure.interval[1]:.3f}]"
+    line = f"{figure.name:<64} {figure.value:>12,.3f} {figure.unit:<10} {span:<16} {bound:<10} {verdict}"
+    return line.rstrip()
 
 
 def _commit() -> str:

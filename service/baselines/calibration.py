@@ -24,10 +24,12 @@ from service.baselines.effective_batch import (
     within_task_variance,
 )
 from service.baselines.estimators import Scored
-from service.baselines.selection import Selection, advanced, predictions
+from service.baselines.selection import CANDIDATES, Selection, advanced, predictions
 
 AUTO = "auto"
 REFERENCE = "leave_one_out"
+ESTIMATED = (*CANDIDATES, AUTO)
+"""Every name that a replay gives baselines of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

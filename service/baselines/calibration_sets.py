@@ -2,26 +2,28 @@
 
     {"task_id": "t1", "prompt": "…", "rewards": [0, 1, 1], "system": "…", "context": {"tier": 2}}
 
-`system` and `context` may be absent; a reward may be null, which is missing, not zero. Opens no
-files. Invariant: only what was known before the first action becomes a feature; other fields of a
-line are ignored.
+`system`, `context` and `tools` may be absent; a reward may be null, which is missing, not zero. Opens
+no files. Invariants: only what was known before the first action becomes a feature; other fields of a
+line are ignored; what `calibration_line` writes, `parsed_line` reads back as the same features.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.baselines.features import Task, TaskFeatures, task_features
+from service.baselines.features import SYSTEM_ROLES, Task, TaskFeatures, message_text, task_features
 
 Encode = Callable[[Sequence[str]], NDArray[np.float32]]
+
+REQUIRED = {"task_id": str, "prompt": str, "rewards": list}
+OPTIONAL = {"system": str, "context": dict, "tools": list}
+JSON_NAMES = {str: "a string", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +39,18 @@ class CalibrationSet:
 
 
 def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_rewards: int = 2) -> CalibrationSet:
-    """Parse JSON lines; tasks with fewer rewards are left out, a malformed line is a ValueError."""
-    parsed = [parsed_line(line, n) for n, line in enumerate(lines, 1) if line.strip()]
-    kept = [entry for entry in parsed if len(entry[2]) >= max(2, minimum_rewards)]
+    """Parse JSON lines; tasks with fewer rewards are left out, a malformed line is a ValueError.
+
+    A task has one line: on two it would be its own neighbour.
+    """
+    numbered = [(n, parsed_line(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
+    first: dict[str, int] = {}
+    for number, (task_id, _, _) in numbered:
+        if first.setdefault(task_id, number) != number:
+            raise ValueError(f"line {number}: `task_id` {task_id!r} is on line {first[task_id]} already")
+    kept = [entry for _, entry in numbered if len(entry[2]) >= max(2, minimum_rewards)]
     if not kept:
-        raise ValueError(f"none of {len(parsed)} tasks has {max(2, minimum_rewards)} rewards")
+        raise ValueError(f"none of {len(numbered)} tasks has {max(2, minimum_rewards)} rewards")
     vectors = encode([features.text for _, features, _ in kept])
     tasks = [
         calibration_task(task_id, features, vector)
@@ -51,26 +60,28 @@ def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_reward
 
 
 def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.float64]]:
-    """Task id, features and rewards of one line."""
+    """Task id, features and rewards of one line; a ValueError names the line and the field."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number}: not JSON: {error}") from error
-    for name, kind in (("task_id", str), ("prompt", str), ("rewards", list)):
-        if not isinstance(entry, dict) or not isinstance(entry.get(name), kind):
-            raise ValueError(f"line {number}: `{name}` must be a {kind.__name__}")  # noqa: TRY004
+    if not isinstance(entry, dict):
+        raise ValueError(f"line {number}: must be an object")  # noqa: TRY004 - every defect is a ValueError
+    for name, kind in (REQUIRED | OPTIONAL).items():
+        if not isinstance(entry.get(name), kind) and (name in REQUIRED or entry.get(name) is not None):
+            raise ValueError(f"line {number}: `{name}` must be {JSON_NAMES[kind]}")
     messages = [{"role": "user", "content": entry["prompt"]}]
     if entry.get("system"):
-        messages.insert(0, {"role": "system", "content": str(entry["system"])})
-    features = task_features(messages, [], entry.get("context") or {})
+        messages.insert(0, {"role": "system", "content": entry["system"]})
+    features = task_features(messages, entry.get("tools") or [], entry.get("context") or {})
     return entry["task_id"], features, _rewards(entry["rewards"], number)
 
 
 def _rewards(values: list[Any], number: int) -> NDArray[np.float64]:
     rewards = [value for value in values if value is not None]
     for value in rewards:
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"line {number}: `rewards` holds {value!r}, which is not a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"line {number}: `rewards` holds {value!r}, which is not a number from 0 to 1")
     return np.array(rewards, dtype=np.float64)
 
 
@@ -80,20 +91,23 @@ def calibration_task(task_id: str, features: TaskFeatures, vector: NDArray[np.fl
     return Task(features, vector, task_id, None, identity, identity, frozenset(), 0)
 
 
-def calibration_lines(
-    rollouts: Iterable[tuple[str, Mapping[str, Any], float]], *, minimum_rewards: int = 2
-) -> Iterator[str]:
-    """Export logged rollouts of tasks that recur: (task key, prompt fields, reward) each.
+def calibration_line(
+    task_id: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    context: Mapping[str, Any],
+    rewards: Sequence[float],
+) -> str:
+    """Write one task from what was known before its first action, and the rewards of its rollouts.
 
-    The prompt fields (`prompt`, `system`, `context`) are those of a task's first rollout. The caller
-    passes rollouts of one policy version, or of few: B_eff speaks of one policy.
+    The messages of the prompt become one text, as they do in its features.
     """
-    prompts: dict[str, Mapping[str, Any]] = {}
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for key, prompt, reward in rollouts:
-        prompts.setdefault(key, prompt)
-        rewards[key].append(reward)
-    for key, prompt in prompts.items():
-        if len(rewards[key]) >= minimum_rewards:
-            line = {"task_id": key, **prompt, "rewards": rewards[key]}
-            yield json.dumps(line, ensure_ascii=False)
+    spoken: dict[str, list[str]] = {"system": [], "prompt": []}
+    for message in messages:
+        part = "system" if message.get("role") in SYSTEM_ROLES else "prompt"
+        spoken[part].append(message_text(message))
+    line: dict[str, Any] = {
+        "task_id": task_id, "prompt": "\n".join(spoken["prompt"]), "rewards": list(rewards),
+        "system": "\n".join(spoken["system"]), "context": context, "tools": tools,
+    }  # fmt: skip
+    return json.dumps({name: value for name, value in line.items() if value or name in REQUIRED})

@@ -9,6 +9,7 @@ Invariants: rows have unit norm (a text without terms has a zero row); equal inp
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections import Counter
@@ -29,15 +30,17 @@ UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Scripts written without spaces between words: Thai, Lao, Japanese and Chinese."""
 
 
-def tfidf(texts: Sequence[str], fitted_on: Sequence[str]) -> sparse.csr_array:
-    """[N, BUCKETS] rows (1 + ln tf) · idf, normalised; idf = ln((1 + n) / (1 + df)).
+def tfidf(
+    texts: Sequence[str], fitted_on: Sequence[str], *, greatest_idf: float = math.inf
+) -> sparse.csr_array:
+    """[N, BUCKETS] rows (1 + ln tf) · min(idf, greatest_idf), normalised; idf = ln((1 + n) / (1 + df)).
 
     Source: "You Only Rollout Once", App. B, which leaves the variant open. Deviations from the
     textbook: hashed terms, numbers reduced to their digit count (`terms`), and n and df counted on
     earlier batches; with none, idf = 1. Terms that every earlier text has, such as the words of a
     shared system prompt, weigh nothing.
     """
-    return _weighted(texts, fitted_on, term_frequencies)
+    return _weighted(texts, fitted_on, term_frequencies, greatest_idf)
 
 
 def spelling_sketch(texts: Sequence[str], fitted_on: Sequence[str]) -> NDArray[np.float32]:
@@ -57,12 +60,15 @@ def spelling_sketch(texts: Sequence[str], fitted_on: Sequence[str]) -> NDArray[n
 
 
 def _weighted(
-    texts: Sequence[str], fitted_on: Sequence[str], count: Callable[[str], Frequencies]
+    texts: Sequence[str],
+    fitted_on: Sequence[str],
+    count: Callable[[str], Frequencies],
+    greatest_idf: float = math.inf,
 ) -> sparse.csr_array:
     rows = [count(text) for text in texts]
     columns = np.concatenate([row[0] for row in rows])
     inverse = inverse_document_frequencies(columns, [count(text)[0] for text in fitted_on])
-    values = np.concatenate([row[1] for row in rows]) * inverse
+    values = np.concatenate([row[1] for row in rows]) * np.minimum(inverse, greatest_idf)
     starts = np.cumsum([0, *(len(row[0]) for row in rows)])
     vectors = sparse.csr_array((values, columns, starts), shape=(len(texts), BUCKETS))
     vectors.eliminate_zeros()

@@ -1,11 +1,12 @@
-"""`yoro calibrate | bakeoff | group-size`: which baseline is best, and whether groups would be better still.
+"""`yoro calibrate | calibration-set | bakeoff | group-size`: which baseline is best, and are groups better.
 
 Files, tables and pictures; the measuring itself is `service.baselines`.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,18 +17,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
+from yoro.cli.processes import Database
 
 if TYPE_CHECKING:
     from service.baselines.calibration import ReplayedBatch, Score
     from service.baselines.calibration_sets import CalibrationSet
+    from service.batches.calibration_export import Exported
 
 SCORED_BATCHES = 200
 """Batches that are replayed unless `--replays` says otherwise."""
 
 
+sets = typer.Typer(help="Tasks with several rewards, for `yoro calibrate`.", no_args_is_help=True)
+
+
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
     app.command()(calibrate)
+    app.add_typer(sets, name="calibration-set")
     app.command()(bakeoff)
     app.command("group-size")(group_size)
 
@@ -49,26 +56,26 @@ def calibrate(
     plot: Annotated[Path | None, typer.Option(help="Write a bar chart as PNG.")] = None,
 ) -> None:
     """Measure every baseline's effective batch size from tasks that have several rewards."""
-    from service.baselines.calibration import scores
+    from service.baselines.calibration import ESTIMATED, scores
     from service.baselines.calibration_sets import read_calibration_set
     from service.baselines.embedding import Encoder
 
+    names = [name.strip() for name in estimators.split(",") if name.strip()] or list(ESTIMATED)
+    if unknown := [name for name in names if name not in ESTIMATED]:
+        raise typer.BadParameter(f"no estimator {', '.join(unknown)}; there are {', '.join(ESTIMATED)}")
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        data = read_calibration_set(lines, Encoder(encoder).encode, minimum_rewards=minimum_rewards)
+        with file.open(encoding="utf-8") as lines:
+            data = read_calibration_set(lines, Encoder(encoder).encode, minimum_rewards=minimum_rewards)
     except ValueError as error:
         raise typer.BadParameter(f"{file}: {error}") from error
-    batches = _replayed(data, batch_size, window, replays, seed)
-    scored = [batch for batch in batches if batch.number >= warm_up]
-    if not scored:
+    if len(data.tasks) // batch_size <= warm_up:
         raise typer.BadParameter(
             f"{len(data.tasks)} tasks make no batch of {batch_size} after {warm_up} of warm-up"
         )
-    found = scores(data, scored, batch_size=batch_size, seed=seed)
-    names = [name.strip() for name in estimators.split(",") if name.strip()] or list(found)
-    if unknown := set(names) - set(found):
-        raise typer.BadParameter(f"no estimator {', '.join(unknown)}; there are {', '.join(found)}")
-    found = {name: found[name] for name in names}
+    batches = _replayed(data, batch_size, window, replays, seed)
+    scored = [batch for batch in batches if batch.number >= warm_up]
+    every = scores(data, scored, batch_size=batch_size, seed=seed)
+    found = {name: every[name] for name in names}
     report = _report(data, found, batch_size=batch_size, window=window, batches=len(scored), seed=seed)
     _print(report)
     if out is not None:
@@ -140,9 +147,57 @@ def draw(report: Mapping[str, Any], path: Path, *, title: str) -> None:
     axes.axvline(size, color="#999", linestyle=":", label=f"perfect baseline: {size}")
     axes.set_xlabel("effective batch size (95 % interval over tasks)")
     axes.set_title(title)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower right", frameon=False)  # within the axes it would lie on the line
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=150)
+
+
+@sets.command()
+def export(
+    policy: Annotated[str, typer.Argument(help="Whose logged rollouts.")],
+    file: Annotated[Path, typer.Argument(help="Where to write the lines that `yoro calibrate` reads.")],
+    *,
+    oldest: Annotated[int | None, typer.Option(min=0, help="First version that counts.")] = None,
+    newest: Annotated[int | None, typer.Option(min=0, help="Last version that counts.")] = None,
+    minimum_rewards: Annotated[int, typer.Option(min=2, help="Leave other tasks out.")] = 2,
+    database_url: Database = None,
+) -> None:
+    """Write the tasks that recur, with the rewards that the present rule gives; runs on a server."""
+    from service.batches import calibration_export
+    from service.database import engine as database
+    from service.settings import Settings
+
+    wanted = calibration_export.Wanted(policy, oldest, newest, minimum_rewards)
+    engine = database.connect(database_url or Settings().database_url, name="calibration-set export")
+    try:
+        with database.transaction(engine) as connection:
+            left_out = calibration_export.outdated(connection, wanted)
+            tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
+    finally:
+        engine.dispose()
+    if left_out:
+        print(f"{left_out} rollouts left out: an earlier reward rule made their rewards")
+    if not tasks:
+        raise typer.BadParameter(f"no task of {policy} has {minimum_rewards} rewards")
+    span = f"versions {min(versions)} to {max(versions)}" if versions else "no stated version"
+    print(f"{tasks} tasks with {rewards} rewards of {span}: {file}")
+
+
+def _write(exported: "Iterable[Exported]", file: Path) -> tuple[int, int, set[int]]:
+    """Write the lines, all or nothing; return tasks, rewards and the outermost versions."""
+    tasks, rewards, versions = 0, 0, set[int]()
+    partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as out:
+            for task in exported:
+                out.write(task.line + "\n")
+                tasks, rewards = tasks + 1, rewards + task.rewards
+                versions |= {version for version in (task.oldest, task.newest) if version is not None}
+        if tasks:
+            partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return tasks, rewards, versions
 
 
 def bakeoff(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 from service.baselines.calibration import AUTO, REFERENCE, ReplayedBatch, replayed, scores
 from service.baselines.calibration_sets import (
     CalibrationSet,
-    calibration_lines,
+    calibration_line,
     read_calibration_set,
 )
-from service.baselines.effective_batch import effective_batch_size, prequential_ratio
+from service.baselines.effective_batch import Interval, effective_batch_size, prequential_ratio
+from service.baselines.features import task_features
 from service.baselines.group_size import break_even_rho, gradient_variance
 from tests.service.baselines.synthetic_tasks import FAMILIES, pseudo_embedding, synthetic_task
 
@@ -63,16 +65,24 @@ def test_calibrated_errors_agree_with_the_true_means(family_replays):
     assert found[AUTO].ratio.low > 1.2
 
 
+def single_ratio(batches: list[ReplayedBatch], name: str, own_share: float = 0.0) -> Interval:
+    """The bake-off's ratio; `own_share` moves every baseline towards its own reward, which is a leak."""
+    squared = {
+        key: np.array([((share * (b.rewards - b.baselines[key])) ** 2).sum() for b in batches])
+        for key, share in ((name, 1.0 - own_share), (REFERENCE, 1.0))
+    }
+    return prequential_ratio(squared[name], squared[REFERENCE], seed=0)
+
+
 def test_single_rollouts_tell_the_calibrated_ratio(family_replays):
     data, _, batches = family_replays
     calibrated = scores(data, batches, batch_size=BATCH_SIZE, seed=0)
     for name in ("length_buckets", "embedding_softmax", "gaussian_process"):
-        squared = {
-            key: np.array([((b.rewards - b.baselines[key]) ** 2).sum() for b in batches])
-            for key in (name, REFERENCE)
-        }
-        single = prequential_ratio(squared[name], squared[REFERENCE], seed=0)
-        assert single.low <= calibrated[name].ratio.value <= single.high
+        true_ratio = calibrated[name].ratio.value
+        single = single_ratio(batches, name)
+        assert single.low <= true_ratio <= single.high
+        # a tenth of its own reward makes a baseline look better than it is, and the test sees it
+        assert single_ratio(batches, name, own_share=0.1).low > true_ratio
 
 
 def test_equal_seeds_give_equal_replays():
@@ -82,30 +92,48 @@ def test_equal_seeds_give_equal_replays():
         np.testing.assert_array_equal(a.baselines[AUTO], b.baselines[AUTO])
 
 
-def test_lines_go_out_and_come_back():
-    rollouts = [
-        ("t1", {"prompt": "add", "context": {"tier": 1}}, 0.0),
-        ("t2", {"prompt": "prove", "system": "Be brief."}, 1.0),
-        ("t1", {"prompt": "add again"}, 1.0),
-        ("t2", {"prompt": "prove"}, 0.5),
-        ("once", {"prompt": "alone"}, 1.0),
-    ]
-    data = read_calibration_set(calibration_lines(rollouts), pseudo_encode)
-    assert [task.features.text for task in data.tasks] == ["add\n\ntier=1.0", "prove\n\nBe brief."]
-    assert [rewards.tolist() for rewards in data.rewards] == [[0.0, 1.0], [1.0, 0.5]]
+def test_a_line_goes_out_and_comes_back():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "add\u2028these"}]
+    tools = [{"name": "sum", "description": "Adds."}]
+    line = calibration_line("t", messages, tools, {"tier": 1}, [0.0, 0.5])
+    assert len(line.splitlines()) == 1
+    data = read_calibration_set([line], pseudo_encode)
+    assert data.tasks[0].features == task_features(messages, tools, {"tier": 1})
+    assert data.rewards[0].tolist() == [0.0, 0.5]
 
 
-def test_a_null_reward_is_missing_and_a_malformed_line_is_named():
+def test_a_null_reward_is_missing_not_zero():
     line = {"task_id": "a", "prompt": "p", "rewards": [1, None, 0], "response": "secret"}
     data = read_calibration_set([json.dumps(line), ""], pseudo_encode)
     assert data.rewards[0].tolist() == [1.0, 0.0]
     assert "secret" not in data.tasks[0].features.text
-    with pytest.raises(ValueError, match="line 2: `prompt`"):
-        read_calibration_set([json.dumps(line), '{"task_id": "b"}'], pseudo_encode)
-    with pytest.raises(ValueError, match="line 1: not JSON"):
-        read_calibration_set(["{"], pseudo_encode)
     with pytest.raises(ValueError, match="none of 1 tasks has 3 rewards"):
         read_calibration_set([json.dumps(line)], pseudo_encode, minimum_rewards=3)
+
+
+GOOD = {"task_id": "a", "prompt": "p", "rewards": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: must be an object"),
+        (json.dumps({"task_id": "b"}), "line 2: `prompt` must be a string"),
+        (json.dumps({**GOOD, "task_id": 7}), "line 2: `task_id` must be a string"),
+        (json.dumps({**GOOD, "rewards": 1}), "line 2: `rewards` must be a list"),
+        (json.dumps({**GOOD, "rewards": [0, "1"]}), "line 2: `rewards` holds '1'"),
+        (json.dumps({**GOOD, "rewards": [0, 7]}), "line 2: `rewards` holds 7, which is not a number from 0"),
+        (json.dumps({**GOOD, "rewards": [0, True]}), "line 2: `rewards` holds True"),
+        ('{"task_id": "b", "prompt": "p", "rewards": [NaN]}', "line 2: `rewards` holds nan"),
+        (json.dumps({**GOOD, "context": 3}), "line 2: `context` must be an object"),
+        (json.dumps({**GOOD, "system": ["x"]}), "line 2: `system` must be a string"),
+        (json.dumps(GOOD), "line 2: `task_id` 'a' is on line 1 already"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_field(line, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_calibration_set([json.dumps(GOOD), line], pseudo_encode)
 
 
 def test_auto_does_no_harm_on_a_real_table(shared_tables: Path):

@@ -1,0 +1,1 @@
+"""Ideas for better baselines, compared on equal streams (benchmarks/baseline_study.py)."""

@@ -1,0 +1,29 @@
+"""What the lexical kernel takes two tasks to have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.baselines.kernels import lexical_kernel
+from service.baselines.terms import tfidf
+from tests.service.baselines.synthetic_tasks import synthetic_task
+
+EARLIER = [
+    *(f"please add {word}" for word in ("ant", "bee", "cow")),
+    *(f"please sing {word}" for word in ("dog", "elk", "fox", "gnu", "hen")),
+]
+
+
+def similarity(a: str, b: str) -> float:
+    tasks, earlier = ([synthetic_task(text, text) for text in texts] for texts in ([a, b], EARLIER))
+    return float(lexical_kernel(tasks, earlier)[0, 1])
+
+
+def test_the_word_of_a_kind_counts_as_much_as_a_rare_one():
+    assert np.isclose(similarity("please add owl", "please add pig"), 0.5)
+    vectors = tfidf(["please add owl", "please add pig"], EARLIER)
+    assert (vectors @ vectors.T).toarray()[0, 1] < 0.2  # the published weighting
+
+
+def test_a_word_that_all_tasks_have_counts_nothing():
+    assert similarity("please owl", "please pig") == 0.0
