@@ -24,8 +24,10 @@ from trainer.gradient import Member, Passed, accumulate, concatenated, owners
 from trainer.optimizer import AdapterOptimizer
 from trainer.packing import micro_batches
 from trainer.policy import PolicyModel
+from trainer.ranks import ALONE, Ranks
 from trainer.scoring import Scores, logprobs_of, missing_versions, score
 from trainer.sequences import RolloutRows
+from trainer.sharding import run_along
 
 Outcome = Literal["stepped", "all_gated_out", "none_trainable", "no_signal"]
 NO_SIGNAL = 1e-9
@@ -73,8 +75,9 @@ def train_batch(
     *,
     step_number: int,
     load_version: Callable[[int], Path | None],
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Make one optimizer step, or say why there is none.
+    """Make one optimizer step, or say why there is none; with `ranks`, together, each with the same call.
 
     `step_number` is 1 for a policy's first step. `load_version` gives the folder of a version's
     adapter, None for version 0. Raises TrainingFailed for whatever rows, forward or backward
@@ -91,7 +94,7 @@ def train_batch(
         return StepResult(outcome, (), policy_tokens, _batch_metrics(batch, members))
     rows, heads = [r.rows for r in members], [r.version_is_head for r in members]
     folders = {version: load_version(version) for version in missing_versions(rows, heads)}
-    run = _Run(policy, optimizer, batch, members, settings, step_number, folders)
+    run = _Run(policy, optimizer, batch, members, settings, step_number, folders, ranks=ranks)
     return run.within_memory()
 
 
@@ -132,6 +135,7 @@ class _Run:
     folders: Mapping[int, Path | None]
     stepping: bool = True
     """False: forward and backward only, to see whether they raise."""
+    ranks: Ranks = ALONE
 
     def within_memory(self) -> StepResult:
         """Try with ever smaller micro-batches while memory runs out."""
@@ -157,7 +161,7 @@ class _Run:
         self.optimizer.zero_grad()
         members = self.prepare(budget)
         plan = micro_batches([m.rows for m in members], budget, padded=self.policy.padded)
-        passed = [accumulate(self.policy, group, members, self.settings.objective, budget) for group in plan]
+        passed = self.accumulate(members, plan, budget)
         kept = {i: bool(k) for p in passed for i, k in zip(p.members, p.kept, strict=True)}
         gated_out = tuple(m.rollout_id for i, m in enumerate(self.members) if not kept[i])
         figures = _batch_metrics(self.batch, self.members) | self.figures(passed, len(gated_out))
@@ -167,10 +171,27 @@ class _Run:
         elif all(abs(m.advantage) < NO_SIGNAL for i, m in enumerate(self.members) if kept[i]):
             outcome = "no_signal"
         if outcome == "stepped" and self.stepping:
+            self.ranks.sum_gradients(self.policy.parameters())
             figures |= self.step()
         self.optimizer.zero_grad()
         figures |= _costs(figures["n_tokens"], time.perf_counter() - started)
         return StepResult(outcome, gated_out, int(figures["n_tokens"]), figures)
+
+    def accumulate(
+        self, members: Sequence[Member], plan: Sequence[tuple[int, ...]], budget: int
+    ) -> list[Passed]:
+        """Accumulate this rank's share of the gradient; return what every rank's micro-batches left."""
+
+        def work() -> list[Passed]:
+            own = [
+                accumulate(self.policy, group, members, self.settings.objective, budget)
+                for group in self.ranks.share(plan)
+            ]
+            run_along(self.policy, self.ranks, plan, grad=True)
+            return own
+
+        parts = self.ranks.agree(work)
+        return [passed for part in parts for passed in part]
 
     def prepare(self, budget: int) -> list[Member]:
         """Score what must be scored beforehand, and fix every token's weight and advantage."""
@@ -183,6 +204,7 @@ class _Run:
             self.folders,
             budget,
             with_reference=objective_settings.reference_kl > 0,
+            ranks=self.ranks,
         )
         weights = objective.token_weights(
             objective_settings.aggregation,
@@ -204,7 +226,7 @@ class _Run:
         if use.reference_kl_estimator != "k1_in_reward" or not references:
             return plain
         rows = [row for r in self.members for row in r.rows.rows]
-        current = logprobs_of(self.policy, dict(enumerate(rows)), budget)
+        current = logprobs_of(self.policy, dict(enumerate(rows)), budget, self.ranks)
         shares = objective.k1_advantages(
             torch.cat([current[i] for i in range(len(rows))]),
             torch.cat(references),

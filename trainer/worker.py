@@ -29,10 +29,11 @@ from service.batches.outcomes import Judgement, NoStep, Record, Step
 from service.errors import AdapterRejected, LeaseLost, NotFound, TrainingFailed, Unavailable
 from service.settings import Settings
 from trainer import poison, publish
+from trainer.distributed import SOLO, Team
 from trainer.heartbeat import Heartbeat
 from trainer.restore import Loaded, Restorer
 from trainer.sequences import RolloutRows, build_rows
-from trainer.step import StepResult, TrainingBatch, TrainingRollout, train_batch
+from trainer.step import StepResult, TrainingBatch, TrainingRollout
 
 KillPoint = Callable[[str], None]
 """Called with the name of each point where a crash must be harmless; tests kill the process there."""
@@ -48,6 +49,7 @@ class Worker:
     holder: str
     restorer: Restorer
     at: KillPoint = lambda point: None
+    team: Team = SOLO
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop`; then the batch in hand is finished and the lease released."""
@@ -58,7 +60,12 @@ class Worker:
                     self.serve(policy, stop)
             except Unavailable as error:
                 telemetry.logger().warning("database_unavailable", detail=error.detail)
-            stop.wait(self.settings.trainer_interval_seconds)
+            self._pause(stop)
+        self.team.dismiss()
+
+    def _pause(self, stop: threading.Event) -> None:
+        self.team.wait()
+        stop.wait(self.settings.trainer_interval_seconds)
 
     def serve(self, policy_id: int, stop: threading.Event) -> None:
         """Take a policy's lease and keep it, training its batches, until another policy waits."""
@@ -74,7 +81,7 @@ class Worker:
                 ):
                     if not self.train_next(lease, heartbeat):
                         heartbeat.say("idle")
-                        stop.wait(self.settings.trainer_interval_seconds)
+                        self._pause(stop)
         except LeaseLost as lost:
             telemetry.logger().warning("lease_lost", detail=lost.detail)
         self.restorer.forget()
@@ -112,7 +119,7 @@ class Worker:
             versions = _Versions(self.store, batch, Path(scratch))
             rows = {m.rollout_id: self._rows(loaded, m.document, versions) for m in batch.members}
             self.at("rows_built")
-            result = train_batch(
+            result = self.team.train_batch(
                 loaded.policy, loaded.optimizer, training_batch(batch, rows), batch.settings,
                 step_number=batch.head.depth + 1, load_version=versions.folder,
             )  # fmt: skip

@@ -6,10 +6,16 @@ import socket
 import threading
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from service.adapters.store import AdapterStore
+    from service.settings import Settings
+    from trainer.distributed import Team
+    from trainer.restore import Restorer
 
 Lifeline = Annotated[int, typer.Option("--lifeline", hidden=True)]
 Database = Annotated[
@@ -99,20 +105,45 @@ def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
 
 
 def train(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
-    """Run one trainer: takes leases, trains batches, publishes versions."""
+    """Run one trainer: takes leases, trains batches, publishes versions.
+
+    Under `torchrun` or `accelerate launch`, the processes together are one trainer (docs/training.md).
+    """
     from service.adapters.store import AdapterStore
-    from service.database import engine as database
     from service.settings import Settings
+    from trainer.distributed import follow, joined_team
     from trainer.restore import Restorer
-    from trainer.worker import Worker, use_threads
+    from trainer.worker import use_threads
 
     settings, stop = Settings(), _start("trainer", lifeline)
     use_threads(settings.threads)
-    engine = database.connect(settings.database_url, name="trainer")
-    _probes(metrics_port, engine)
     store = AdapterStore(settings.store_url)
+    with joined_team(settings) as team:
+        restorer = Restorer(store, settings, team.prepare if team.mesh else None)
+        if team.ranks.rank == 0:
+            _lead(settings, restorer, store, stop, metrics_port, team)
+        else:
+            follow(team.ranks, restorer)
+
+
+def _lead(
+    settings: "Settings",
+    restorer: "Restorer",
+    store: "AdapterStore",
+    stop: threading.Event,
+    metrics_port: int,
+    team: "Team",
+) -> None:
+    """Be the process that knows the database."""
+    from service.database import engine as database
+    from trainer.worker import Worker
+
+    engine = database.connect(
+        settings.database_url, name="trainer", idle_transaction_seconds=settings.lease_seconds
+    )
+    _probes(metrics_port, engine)
     holder = f"{socket.gethostname()}:{os.getpid()}"
-    Worker(engine, store, settings, holder, Restorer(store, settings)).run(stop)
+    Worker(engine, store, settings, holder, restorer, team=team).run(stop)
     engine.dispose()
 
 
