@@ -100,6 +100,7 @@ def _run(folder: Path, url: str, settings: PolicySettings, chosen: list[Rollout]
 
 def _items(number: int, rollout: Rollout, policy_id: int, settings: PolicySettings) -> list[Item]:
     call: dict[str, Any] = {
+        "message_index": 1,
         "prompt_token_ids": rollout.prompt,
         "completion_token_ids": rollout.completion,
         "logprobs": [-1.0] * len(rollout.completion),
