@@ -28,7 +28,7 @@ NONE = Fault()
 def worker_settings(database_url: str, tmp_path: Path, model_root: Path) -> Settings:
     return Settings(
         database_url=database_url, data=tmp_path / "data", model_root=model_root,
-        lease_seconds=1.0, trainer_interval_seconds=0.05, rank_seconds=3.0,
+        lease_seconds=1.0, trainer_interval_seconds=0.05, rank_seconds=30.0,
     )  # fmt: skip
 
 
@@ -87,9 +87,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_other_and_a_new_start_completes_the_
     faulty: int, kind: str, prepared: Engine, worker_settings: Settings, tmp_path: Path
 ) -> None:
     fault = Fault("stepped" if faulty == 0 else "mid_forward", kind, 2)
-    ranks = worker_process.start_ranks(
-        worker_settings, [fault, NONE] if faulty == 0 else [NONE, fault], BATCHES
-    )
+    short = worker_settings.model_copy(update={"rank_seconds": 3.0 if kind == "sleep" else 30.0})
+    ranks = worker_process.start_ranks(short, [fault, NONE] if faulty == 0 else [NONE, fault], BATCHES)
     other = ranks[1 - faulty]
     other.join(60)
     assert other.exitcode == 1
