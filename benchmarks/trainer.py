@@ -4,8 +4,9 @@
 
 SmolLM2-135M, LoRA rank 16 on all linear layers, 32 seeded rollouts (prompts of 40 to 400 tokens, completions
 of 8 to 200), generation left out. Every arm is a process of its own that says its time and its peak memory;
-arms alternate, medians of the runs count, and the spread is printed. All use as many threads as there are
-cores. Nothing else may run on the machine; TRL's arms alone take over a quarter of an hour.
+arms alternate, medians of the runs count, and the spread is printed; arms with the reference pass, which are
+not judged, run once. All use as many threads as there are cores. Nothing else may run on the machine; most of
+the time is TRL's: half an hour or more on two cores, a quarter of an hour with `--quick`.
 
 - *step*: rows to stepped, `trainer.step.train_batch`, reference pass excluded; then with it.
 - *TRL*: GRPOTrainer's update, given the same token ids (trl_arm.py says what is timed), in
@@ -148,9 +149,10 @@ def _compare(report: Report, path: Path, precision: str, runs: int) -> None:
         "bare": lambda: _arm("step_arm", path, precision, "bare"),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for _ in range(runs):
+    for number in range(runs):
         for name, arm in arms.items():
-            found[name].append(arm())
+            if number == 0 or not name.endswith("reference"):  # those are not judged
+                found[name].append(arm())
     report.add(f"{precision}: TRL's fastest micro-batch", micro, "rollouts")
     seconds = {name: _median(report, precision, name, each) for name, each in found.items()}
     decoder = statistics.median(each["decoder_seconds"] for each in found["bare"])
