@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RANK, SEED, COUNT = 16, 26, 32
+RANK, SEED, COUNT = 16, 2048, 32
 PROMPT, COMPLETION = (40, 400), (8, 200)
 
 
@@ -38,7 +38,8 @@ def make(tokenizer: Any, count: int = COUNT, seed: int = SEED) -> list[Rollout]:
     made = []
     for _ in range(count):
         prompt, completion = chance.randint(*PROMPT), chance.randint(*COMPLETION)
-        start = chance.randrange(len(ids) - prompt - completion)
+        # random() draws once whatever the range, so that the lengths do not depend on the documentation's.
+        start = int(chance.random() * (len(ids) - prompt - completion))
         end = start + prompt + completion
         made.append(
             Rollout(ids[start : start + prompt], ids[start + prompt : end], chance.uniform(-0.5, 0.5))
