@@ -2,8 +2,9 @@
 
     python -m benchmarks.training.gradient_arm ROLLOUTS
 
-The slow one shares nothing with `trainer`: stock PEFT over stock transformers in fp32, eager attention, one
-rollout at a time, the whole softmax of every position. The adapter's B is shaken, since B = 0 leaves A
+The slow one shares nothing with `trainer`: stock PEFT over stock transformers, eager attention, one rollout at
+a time, the whole softmax of every position; fp32 weights computed with in double precision, so that its own
+rounding does not count against yoro's. The adapter's B is shaken, since B = 0 leaves A
 without a gradient. `bf16 with attention in bf16` says what attention's backward in bf16 would cost.
 """
 
@@ -41,7 +42,7 @@ class _Keeping(AdapterOptimizer):
 def main() -> None:
     """Compare."""
     chosen = rollouts.load(Path(sys.argv[1]))
-    exact, slow = _own("fp32", chosen), None
+    exact = _own("fp32", chosen)
     with tempfile.TemporaryDirectory() as folder:
         save_adapter(_policy("fp32"), Path(folder), "smollm2-135m", None)
         slow = _slow(Path(folder), chosen)
@@ -81,7 +82,7 @@ def _slow(adapter: Path, chosen: list[Rollout]) -> Gradient:
         source.path, gguf_file=source.gguf_file, dtype=torch.float32, attn_implementation="eager",
         quantization_config=GgufConfig(dequantize=True),
     )  # fmt: skip
-    model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=True).double()
     total = sum(len(r.completion) for r in chosen)
     for rollout in chosen:
         ids = torch.tensor(rollout.prompt + rollout.completion)
