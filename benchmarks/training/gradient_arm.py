@@ -2,8 +2,8 @@
 
     python -m benchmarks.training.gradient_arm ROLLOUTS
 
-The slow one shares nothing with `trainer`: stock PEFT over stock transformers, eager attention, a rollout at a
-time, the whole softmax of every position; in double precision over the fp32 weights, so that its own rounding
+The slow one shares nothing with `trainer`: stock PEFT over stock transformers, eager attention, a rollout at
+a time, the whole softmax of every position; in double precision over the fp32 weights, so that its own rounding
 does not count against yoro's. The adapter's B is shaken, since B = 0 leaves A without a gradient. `bf16 with
 attention in bf16` says what attention's backward in bf16 would cost.
 """
