@@ -3,9 +3,9 @@
     python -m benchmarks.training.gradient_arm ROLLOUTS
 
 The slow one shares nothing with `trainer`: stock PEFT over stock transformers, eager attention, a rollout at
-a time, the whole softmax of every position; in double precision over the fp32 weights, so that its own rounding
-does not count against yoro's. The adapter's B is shaken, since B = 0 leaves A without a gradient. `bf16 with
-attention in bf16` says what attention's backward in bf16 would cost.
+a time, the whole softmax of every position; in double precision over the fp32 weights, so that its
+rounding does not count against yoro's. The adapter's B is shaken, since B = 0 leaves A without a gradient.
+`bf16 with attention in bf16` says what attention's backward in bf16 would cost.
 """
 
 import sys
