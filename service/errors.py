@@ -9,6 +9,7 @@
     ├─ Unavailable (503)      retry later; nothing was lost
     ├─ RateLimited (429)      retry later; the key or the policy has used up its share
     ├─ LeaseLost              a newer fencing token owns the policy; discard the work
+    ├─ RankLost               a process of a distributed trainer is gone; start them all again
     ├─ AdapterRejected        an adapter failed verification
     └─ TrainingFailed         rows, forward or backward raised: counted against the batch
 
@@ -122,6 +123,12 @@ class LeaseLost(YoroError):
     """Another holder has the policy's lease, or its head moved; discard the step."""
 
     code, title = "lease_lost", "Lease lost"
+
+
+class RankLost(YoroError):
+    """Another process of this trainer ended or said nothing for too long; none can go on alone."""
+
+    code, title = "rank_lost", "A process of the trainer is gone"
 
 
 class AdapterRejected(YoroError):

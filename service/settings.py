@@ -68,6 +68,10 @@ class Settings(BaseSettings):
     scheduler_interval_seconds: float = Field(0.5, gt=0)
     trainer_interval_seconds: float = Field(0.5, gt=0)
     lease_seconds: float = Field(30.0, gt=0)
+    rank_seconds: float = Field(600.0, gt=0)
+    """How long the processes of a distributed trainer wait for each other before all of them end."""
+    shard_base: bool = False
+    """Split the base model over the processes of a distributed trainer (FSDP2)."""
     deaths_per_batch: int = Field(10, gt=0)
     """Claims of one batch that ended without a report before it counts as failing."""
     failures_per_batch: int = Field(3, gt=0)

@@ -17,12 +17,12 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def fresh_database(postgres: EmbeddedPostgres) -> Iterator[str]:
-    """URL of a new database with the schema, for as long as the block runs."""
+def fresh_database(postgres: EmbeddedPostgres, template: str = TEMPLATE) -> Iterator[str]:
+    """URL of a new database, a copy of `template` (the empty schema), for as long as the block runs."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     admin = create_engine(postgres.url("postgres"), isolation_level="AUTOCOMMIT")
     with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}"))
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {template}"))
     yield postgres.url(name)
     with admin.connect() as connection:
         connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))

@@ -59,7 +59,8 @@ def accumulate(
     """
     chosen = [members[i] for i in group]
     rows = [row for m in chosen for row in m.rows]
-    fits = laid_tokens(rows, padded=policy.padded) <= budget
+    # Over a split base every rank makes one pass a micro-batch, however large.
+    fits = policy.sharded or laid_tokens(rows, padded=policy.padded) <= budget
     if len(group) > 1 or len(rows) == 1 or fits:
         return _forward_backward(policy, group, chosen, settings)
     kept = _kept(policy, chosen[0], settings, budget)
@@ -88,7 +89,7 @@ def _forward_backward(
     layout = lay_out(rows, padded=policy.padded, device=policy.device)
     logprobs, entropy = policy_logprobs(policy, layout)
     loss = objective.loss(_tokens(chosen, logprobs), settings, kept)
-    if bool(loss.kept.any()):
+    if policy.sharded or bool(loss.kept.any()):
         torch.autograd.backward(loss.total)
     return Passed(
         group,

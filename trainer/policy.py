@@ -40,6 +40,8 @@ class PolicyModel:
     padded: bool
     kept_tokens: int
     """Tokens of a micro-batch up to which activations are kept for backward, not recomputed."""
+    sharded: bool = False
+    """The base is split over several processes (trainer/sharding.py)."""
 
     @property
     def base(self) -> PreTrainedModel:
@@ -89,6 +91,17 @@ def load_policy(
     precision = settings.sequences.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     base, tokenizer = _load_base(source, dtype, trust_remote_code)
+    return with_adapter(base, tokenizer, settings, place, seed)
+
+
+def with_adapter(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PolicySettings,
+    place: torch.device,
+    seed: int = 0,
+) -> PolicyModel:
+    """Freeze a base model and put version 0's adapter on it. Raises TrainingFailed as `load_policy`."""
     base.requires_grad_(False)
     _disable_dropout(base)
     model = get_peft_model(cast(Any, base).to(place), _lora(settings), autocast_adapter_dtype=True)
@@ -179,21 +192,17 @@ def policy_logprobs(policy: PolicyModel, layout: Layout) -> tuple[torch.Tensor, 
     return token_logprobs(chosen, policy.head(), layout.targets, layout.temperature)
 
 
+def single_row(policy: PolicyModel, input_ids: list[int]) -> Layout:
+    """Lay out one row of which every token after the first is scored, at temperature 1."""
+    ids = torch.tensor(input_ids)
+    row = Row(ids, torch.arange(len(ids)) > 0, torch.full((len(ids),), torch.nan), torch.ones(len(ids)))
+    return lay_out([row], padded=policy.padded, device=policy.device)
+
+
 def sequence_logprobs(policy: PolicyModel, input_ids: list[int]) -> list[float]:
     """Log-probability of each token after the first given those before, at temperature 1."""
-    ids = torch.tensor(input_ids)
-    layout = Layout(
-        input_ids=ids[None].to(policy.device),
-        position_ids=torch.arange(len(ids), device=policy.device)[None],
-        segments=None if policy.padded else (len(ids),),
-        prefix=0,
-        sources=torch.arange(len(ids) - 1, device=policy.device),
-        targets=ids[1:].to(policy.device),
-        temperature=torch.ones(len(ids) - 1, device=policy.device),
-        sampler_logprobs=torch.full((len(ids) - 1,), torch.nan, device=policy.device),
-    )
     with torch.no_grad():
-        values: list[float] = policy_logprobs(policy, layout)[0].tolist()
+        values: list[float] = policy_logprobs(policy, single_row(policy, input_ids))[0].tolist()
     return values
 
 
@@ -210,12 +219,12 @@ def _checkpointing(policy: PolicyModel, wanted: bool) -> Iterator[None]:
 
 
 def _kept_tokens(base: PreTrainedModel, place: torch.device) -> int:
-    """Tokens whose activations fill a quarter of a GPU's memory, 1.8 GiB of a CPU's in bf16.
+    """Tokens whose activations fill a quarter of a GPU's memory, 0.9 GiB of a CPU's in bf16.
 
     The latter does not depend on the machine, so that its bits do not either.
     """
     itemsize = torch.finfo(base.dtype).bits // 8
-    limit = itemsize * (900 << 20)
+    limit = itemsize * (450 << 20)
     if place.type == "cuda":
         limit = torch.cuda.get_device_properties(place).total_memory // 4
     config = base.config.get_text_config()

@@ -4,6 +4,7 @@ Invariants: what is in memory is trusted only under the token that loaded it and
 a restored head reproduces the probe that its manifest recorded, or is refused.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,8 @@ from service.settings import Settings
 from trainer import checkpoint, publish
 from trainer.optimizer import AdapterOptimizer
 from trainer.policy import PolicyModel, load_policy
+
+Prepare = Callable[[PolicyModel, PolicySettings], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ class _Kept:
 class Restorer:
     """Keeps one base model and one head; loads what a batch needs."""
 
-    def __init__(self, store: AdapterStore, settings: Settings) -> None:
-        """Nothing is loaded yet."""
-        self._store, self._settings = store, settings
+    def __init__(self, store: AdapterStore, settings: Settings, prepare: Prepare | None = None) -> None:
+        """Nothing is loaded yet; `prepare` is called with each base model that is loaded, onto the CPU."""
+        self._store, self._settings, self._prepare = store, settings, prepare
         self._kept: _Kept | None = None
         self._model: tuple[object, PolicyModel] | None = None
 
@@ -54,7 +57,7 @@ class Restorer:
         if kept is not None and kept.loaded.settings == batch.settings and self._is_head(kept, lease, batch):
             return kept.loaded
         self._kept = None
-        policy = self._base(batch.settings)
+        policy = self.base(batch.settings)
         loaded = Loaded(
             policy, AdapterOptimizer(policy.parameters(), batch.settings.optimizer), batch.settings
         )
@@ -74,13 +77,19 @@ class Restorer:
         held = (kept.policy_id, kept.token, kept.version)
         return held == (lease.policy_id, lease.token, batch.head.version)
 
-    def _base(self, settings: PolicySettings) -> PolicyModel:
+    def base(self, settings: PolicySettings) -> PolicyModel:
+        """Return the base model with some adapter on it, loaded once."""
         wanted = (settings.base_model, settings.base_revision, settings.adapter, settings.sequences.precision)
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two bases need not fit into memory
             source = locate_base_model(settings.base_model, settings.base_revision, self._settings.model_root)
             telemetry.logger().info("loading_base_model", name=source.name, revision=source.revision)
-            policy = load_policy(source, settings, trust_remote_code=self._settings.trust_remote_code)
+            policy = load_policy(
+                source, settings,
+                device="cpu" if self._prepare else None, trust_remote_code=self._settings.trust_remote_code,
+            )  # fmt: skip
+            if self._prepare is not None:
+                self._prepare(policy, settings)
             self._model = (wanted, policy)
         return self._model[1]
 

@@ -14,7 +14,9 @@ import torch
 from trainer.checkpoint import load_adapter
 from trainer.packing import lay_out, micro_batches
 from trainer.policy import PolicyModel, policy_logprobs
+from trainer.ranks import ALONE, Ranks
 from trainer.sequences import RolloutRows, Row
+from trainer.sharding import run_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ def score(
     budget: int,
     *,
     with_reference: bool,
+    ranks: Ranks = ALONE,
 ) -> list[Scores]:
     """Score a batch; `folders` has each missing version's folder, None for the base.
 
@@ -58,7 +61,7 @@ def score(
     base: dict[int, torch.Tensor] = {}
     if with_reference:
         with adapter_of(policy, None):
-            base = logprobs_of(policy, dict(enumerate(rows)), budget)
+            base = logprobs_of(policy, dict(enumerate(rows)), budget, ranks)
     found: dict[int, torch.Tensor] = {}
     for version, folder in sorted(folders.items()):
         wanted = {
@@ -68,7 +71,7 @@ def score(
             found |= {i: base[i] for i in wanted}
         else:
             with adapter_of(policy, folder):
-                found |= logprobs_of(policy, wanted, budget)
+                found |= logprobs_of(policy, wanted, budget, ranks)
     samplers = [_completed(row, found.get(i)) for i, row in enumerate(rows)]
     return _by_rollout(rollouts, samplers, base)
 
@@ -92,19 +95,32 @@ def _by_rollout(
     return scores
 
 
-def logprobs_of(policy: PolicyModel, rows: Mapping[int, Row], budget: int) -> dict[int, torch.Tensor]:
-    """Log-probabilities of each row's policy tokens under the active adapter, on the CPU."""
+def logprobs_of(
+    policy: PolicyModel, rows: Mapping[int, Row], budget: int, ranks: Ranks = ALONE
+) -> dict[int, torch.Tensor]:
+    """Log-probabilities of each row's policy tokens under the active adapter, on the CPU.
+
+    With `ranks`, each of them computes its share and all of them get the whole.
+    """
     keys = list(rows)
     plan = micro_batches([[rows[k]] for k in keys], budget, padded=policy.padded)
-    found: dict[int, torch.Tensor] = {}
-    for members in plan:
-        chosen = [keys[i] for i in members]
-        layout = lay_out([rows[k] for k in chosen], padded=policy.padded, device=policy.device)
-        with torch.no_grad():
-            values = policy_logprobs(policy, layout)[0].cpu()
-        counts = [int(rows[k].loss_mask.sum()) for k in chosen]
-        found |= dict(zip(chosen, torch.split(values, counts), strict=True))
-    return found
+    own = [{keys[i]: rows[keys[i]] for i in members} for members in ranks.share(plan)]
+
+    def work() -> list[dict[int, torch.Tensor]]:
+        found = [_logprobs(policy, group) for group in own]
+        run_along(policy, ranks, plan, grad=False)
+        return found
+
+    parts = ranks.agree(work)
+    return {key: values for part in parts for group in part for key, values in group.items()}
+
+
+def _logprobs(policy: PolicyModel, rows: Mapping[int, Row]) -> dict[int, torch.Tensor]:
+    layout = lay_out(list(rows.values()), padded=policy.padded, device=policy.device)
+    with torch.no_grad():
+        values = policy_logprobs(policy, layout)[0].cpu()
+    counts = [int(row.loss_mask.sum()) for row in rows.values()]
+    return dict(zip(rows, torch.split(values, counts), strict=True))
 
 
 @contextmanager

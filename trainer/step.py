@@ -24,8 +24,10 @@ from trainer.gradient import Member, Passed, accumulate, concatenated, owners
 from trainer.optimizer import AdapterOptimizer
 from trainer.packing import micro_batches
 from trainer.policy import PolicyModel
+from trainer.ranks import ALONE, Ranks
 from trainer.scoring import Scores, logprobs_of, missing_versions, score
 from trainer.sequences import RolloutRows
+from trainer.sharding import run_along
 
 Outcome = Literal["stepped", "all_gated_out", "none_trainable", "no_signal"]
 NO_SIGNAL = 1e-9
@@ -74,8 +76,9 @@ def train_batch(
     step_number: int,
     load_version: Callable[[int], Path | None],
     advance: Callable[[int, int, int], None] = lambda rows, done, tokens: None,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
-    """Make one optimizer step, or say why there is none.
+    """Make one optimizer step, or say why there is none; with `ranks`, together, each with the same call.
 
     `step_number` is 1 for a policy's first step. `load_version` gives the folder of a version's
     adapter, None for version 0. `advance` hears of each micro-batch: rows of the batch, rows done,
@@ -93,7 +96,7 @@ def train_batch(
         return StepResult(outcome, (), policy_tokens, _batch_metrics(batch, members))
     rows, heads = [r.rows for r in members], [r.version_is_head for r in members]
     folders = {version: load_version(version) for version in missing_versions(rows, heads)}
-    run = _Run(policy, optimizer, batch, members, settings, step_number, folders, advance)
+    run = _Run(policy, optimizer, batch, members, settings, step_number, folders, advance, ranks=ranks)
     return run.within_memory()
 
 
@@ -135,6 +138,7 @@ class _Run:
     advance: Callable[[int, int, int], None] = lambda rows, done, tokens: None
     stepping: bool = True
     """False: forward and backward only, to see whether they raise."""
+    ranks: Ranks = ALONE
 
     def within_memory(self) -> StepResult:
         """Try with ever smaller micro-batches while memory runs out."""
@@ -160,7 +164,7 @@ class _Run:
         self.optimizer.zero_grad()
         members = self.prepare(budget)
         plan = micro_batches([m.rows for m in members], budget, padded=self.policy.padded)
-        passed = self.accumulated(plan, members, budget)
+        passed = self.accumulate(members, plan, budget)
         kept = {i: bool(k) for p in passed for i, k in zip(p.members, p.kept, strict=True)}
         gated_out = tuple(m.rollout_id for i, m in enumerate(self.members) if not kept[i])
         figures = _batch_metrics(self.batch, self.members) | self.figures(passed, len(gated_out))
@@ -170,23 +174,32 @@ class _Run:
         elif all(abs(m.advantage) < NO_SIGNAL for i, m in enumerate(self.members) if kept[i]):
             outcome = "no_signal"
         if outcome == "stepped" and self.stepping:
+            self.ranks.sum_gradients(self.policy.parameters())
             figures |= self.step()
         self.optimizer.zero_grad()
         figures |= _costs(figures["n_tokens"], time.perf_counter() - started)
         return StepResult(outcome, gated_out, int(figures["n_tokens"]), figures)
 
-    def accumulated(
-        self, plan: Sequence[tuple[int, ...]], members: Sequence[Member], budget: int
+    def accumulate(
+        self, members: Sequence[Member], plan: Sequence[tuple[int, ...]], budget: int
     ) -> list[Passed]:
-        """Pass every micro-batch and say how far that is."""
-        passed: list[Passed] = []
-        rows, done, tokens = sum(len(m.rows) for m in members), 0, 0
-        for group in plan:
-            passed.append(accumulate(self.policy, group, members, self.settings.objective, budget))
+        """Accumulate this rank's share of the gradient; return what every rank's micro-batches left."""
+        parts = self.ranks.agree(lambda: self._accumulate(members, plan, budget))
+        return [passed for part in parts for passed in part]
+
+    def _accumulate(
+        self, members: Sequence[Member], plan: Sequence[tuple[int, ...]], budget: int
+    ) -> list[Passed]:
+        share = self.ranks.share(plan)
+        own: list[Passed] = []
+        rows, done, tokens = sum(len(members[i].rows) for group in share for i in group), 0, 0
+        for group in share:
+            own.append(accumulate(self.policy, group, members, self.settings.objective, budget))
             done += sum(len(members[i].rows) for i in group)
-            tokens += len(passed[-1].tokens.logprobs)
+            tokens += len(own[-1].tokens.logprobs)
             self.advance(rows, done, tokens)
-        return passed
+        run_along(self.policy, self.ranks, plan, grad=True)
+        return own
 
     def prepare(self, budget: int) -> list[Member]:
         """Score what must be scored beforehand, and fix every token's weight and advantage."""
@@ -199,6 +212,7 @@ class _Run:
             self.folders,
             budget,
             with_reference=objective_settings.reference_kl > 0,
+            ranks=self.ranks,
         )
         weights = objective.token_weights(
             objective_settings.aggregation,
@@ -220,7 +234,7 @@ class _Run:
         if use.reference_kl_estimator != "k1_in_reward" or not references:
             return plain
         rows = [row for r in self.members for row in r.rows.rows]
-        current = logprobs_of(self.policy, dict(enumerate(rows)), budget)
+        current = logprobs_of(self.policy, dict(enumerate(rows)), budget, self.ranks)
         shares = objective.k1_advantages(
             torch.cat([current[i] for i in range(len(rows))]),
             torch.cat(references),

@@ -29,11 +29,12 @@ from service.batches.outcomes import Judgement, NoStep, Record, Step
 from service.errors import AdapterRejected, LeaseLost, NotFound, TrainingFailed, Unavailable
 from service.settings import Settings
 from trainer import poison, publish
+from trainer.distributed import SOLO, Team
 from trainer.heartbeat import Heartbeat
 from trainer.progress import Progress
 from trainer.restore import Loaded, Restorer
 from trainer.sequences import RolloutRows, build_rows
-from trainer.step import StepResult, TrainingBatch, TrainingRollout, train_batch
+from trainer.step import StepResult, TrainingBatch, TrainingRollout
 from trainer.tracking import StepReport, Tracking
 
 KillPoint = Callable[[str], None]
@@ -52,6 +53,7 @@ class Worker:
     at: KillPoint = lambda point: None
     progress: Progress = field(default_factory=Progress)
     tracking: Tracking = field(default_factory=lambda: Tracking({}))
+    team: Team = SOLO
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop`; then the batch in hand is finished and the lease released."""
@@ -62,7 +64,12 @@ class Worker:
                     self.serve(policy, stop)
             except Unavailable as error:
                 telemetry.logger().warning("database_unavailable", detail=error.detail)
-            stop.wait(self.settings.trainer_interval_seconds)
+            self._pause(stop)
+        self.team.dismiss()
+
+    def _pause(self, stop: threading.Event) -> None:
+        self.team.wait()
+        stop.wait(self.settings.trainer_interval_seconds)
 
     def serve(self, policy_id: int, stop: threading.Event) -> None:
         """Take a policy's lease and keep it, training its batches, until another policy waits."""
@@ -79,7 +86,7 @@ class Worker:
                     if not self.train_next(lease, heartbeat):
                         heartbeat.say("idle")
                         self.progress.idle()
-                        stop.wait(self.settings.trainer_interval_seconds)
+                        self._pause(stop)
         except LeaseLost as lost:
             telemetry.logger().warning("lease_lost", detail=lost.detail)
         self.restorer.forget()
@@ -121,7 +128,7 @@ class Worker:
             versions = _Versions(self.store, batch, Path(scratch))
             rows = {m.rollout_id: self._rows(loaded, m.document, versions) for m in batch.members}
             self.at("rows_built")
-            result = train_batch(
+            result = self.team.train_batch(
                 loaded.policy, loaded.optimizer, training_batch(batch, rows), batch.settings,
                 step_number=batch.head.depth + 1, load_version=versions.folder, advance=self.progress.advance,
             )  # fmt: skip

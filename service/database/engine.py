@@ -15,8 +15,12 @@ from service.errors import Unavailable
 CONNECT_TIMEOUT_SECONDS = 5
 
 
-def connect(url: str, *, name: str, pool_size: int = 5) -> Engine:
-    """Create the engine of one process; `name` is what Postgres shows in pg_stat_activity."""
+def connect(url: str, *, name: str, pool_size: int = 5, idle_transaction_seconds: float = 0) -> Engine:
+    """Create the engine of one process; `name` is what Postgres shows in pg_stat_activity.
+
+    A transaction in which the process says nothing for `idle_transaction_seconds` is undone, so that a
+    process that sleeps in the middle of one does not keep others from its rows; 0: never.
+    """
     return create_engine(
         url,
         pool_size=pool_size,
@@ -27,7 +31,8 @@ def connect(url: str, *, name: str, pool_size: int = 5) -> Engine:
             "application_name": f"yoro {name}",
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             # synchronous_commit is ours to set: an acknowledgement promises durability.
-            "options": "-c timezone=UTC -c synchronous_commit=on -c jit=off",
+            "options": "-c timezone=UTC -c synchronous_commit=on -c jit=off"
+            f" -c idle_in_transaction_session_timeout={int(idle_transaction_seconds * 1000)}",
         },
     )
 

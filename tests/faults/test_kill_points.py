@@ -26,11 +26,6 @@ BATCHES = 3
 LEASE_SECONDS = 1.0
 
 
-@pytest.fixture(scope="module")
-def model_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return worker_process.tiny_model_root(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture
 def worker_settings(database_url: str, tmp_path: Path, model_root: Path) -> Settings:
     return Settings(
@@ -107,11 +102,13 @@ def test_a_full_disk_is_not_the_batch_s_fault_and_the_step_is_made_later(
         assert connection.execute(text("SELECT sum(failures), max(attempts) FROM batches")).one() == (0, 2)
 
 
+@pytest.mark.parametrize("kind", ["sleep", "sleep_in_transaction"])
 def test_a_worker_that_sleeps_past_its_lease_wakes_to_find_its_token_old(
-    engine: Engine, worker_settings: Settings, tmp_path: Path, undisturbed: dict[str, str]
+    kind: str, engine: Engine, worker_settings: Settings, tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
+    """In a transaction, it holds the lineage's row, which Postgres takes from it after a while."""
     training_ground.prepare_batches(engine, BATCHES)
-    sleeper = worker_process.start(worker_settings, Fault("before_commit", "sleep"), BATCHES)
+    sleeper = worker_process.start(worker_settings, Fault("before_commit", kind), BATCHES)
     assert sleeper.pid is not None
     _await_stopped(sleeper.pid)
     assert run(worker_settings) == 0

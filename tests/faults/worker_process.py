@@ -5,7 +5,9 @@ Started through a fork server that has torch loaded already, so that a restart c
 
 import os
 import signal
+import socket
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
@@ -19,15 +21,17 @@ from service.adapters.store import AdapterStore
 from service.database import engine as database
 from service.database.engine import transaction
 from service.settings import Settings
+from tests import training_ground
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, at which point, and the how-many-th time it is reached."""
+    """What happens, at which point, and the how-many-th time it is reached; `kill` after `delay` seconds."""
 
     point: str = ""
     kind: str = "kill"
     time: int = 1
+    delay: float = 0.0
 
 
 class DyingStore(AdapterStore):
@@ -58,20 +62,83 @@ def context() -> ForkServerContext:
 
 def start(settings: Settings, fault: Fault, until_head: int) -> BaseProcess:
     """Start a worker that stops by itself when the head reaches `until_head`."""
-    process: BaseProcess = context().Process(target=_work, args=(settings.model_dump(), fault, until_head))
+    return _started(_work, settings, fault, until_head)
+
+
+def start_ranks(settings: Settings, faults: Sequence[Fault], until_head: int) -> list[BaseProcess]:
+    """Start one worker of several processes, each with its own fault."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        _started(_work_as_rank, settings, fault, until_head, Place(rank, len(faults), port))
+        for rank, fault in enumerate(faults)
+    ]
+
+
+def _started(target: Callable[..., None], settings: Settings, *arguments: Any) -> BaseProcess:
+    everything = (settings.model_dump(), *arguments)
+    process: BaseProcess = context().Process(target=target, args=everything, daemon=True)
     process.start()
     return process
 
 
-def _work(settings_document: dict[str, Any], fault: Fault, until_head: int) -> None:
+@dataclass(frozen=True)
+class Place:
+    """What a launcher tells a rank."""
+
+    rank: int
+    size: int
+    port: int
+
+    def enter(self) -> None:
+        """Set the variables that torch.distributed reads."""
+        os.environ |= {
+            "RANK": str(self.rank), "WORLD_SIZE": str(self.size), "LOCAL_RANK": str(self.rank),
+            "TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
+        }  # fmt: skip
+
+
+def _work_as_rank(settings_document: dict[str, Any], fault: Fault, until_head: int, place: Place) -> None:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from trainer.distributed import follow, joined_team
+    from trainer.restore import Restorer
+
+    torch.set_num_threads(1)
+    place.enter()
+    settings = Settings(**settings_document)
+    with joined_team(settings) as team:
+        if team.ranks.rank == 0:
+            _work(settings_document, fault, until_head, team)
+            return
+        restorer = Restorer(AdapterStore(settings.store_url), settings, team.prepare if team.mesh else None)
+        policy = restorer.base(training_ground.tiny_settings())
+        split = any(isinstance(p, DTensor) for p in policy.base.parameters())
+        assert split == policy.sharded == settings.shard_base
+        passes = iter(range(1, 1 << 30))
+
+        def count(*_: Any) -> None:
+            if fault.point == "mid_forward" and next(passes) == fault.time:
+                _strike(fault, None)
+
+        policy.base.base_model.register_forward_pre_hook(count)
+        follow(team.ranks, restorer)
+
+
+def _work(settings_document: dict[str, Any], fault: Fault, until_head: int, team: Any = None) -> None:
     import torch
 
+    from trainer.distributed import SOLO
     from trainer.restore import Restorer
     from trainer.worker import Worker
 
     torch.set_num_threads(1)
     settings = Settings(**settings_document)
-    engine = database.connect(settings.database_url, name="faulty worker")
+    engine = database.connect(
+        settings.database_url, name="faulty worker", idle_transaction_seconds=settings.lease_seconds
+    )
     store = DyingStore(settings.store_url, fault)
     stop = threading.Event()
     seen: dict[str, int] = {}
@@ -83,19 +150,33 @@ def _work(settings_document: dict[str, Any], fault: Fault, until_head: int) -> N
         if point == fault.point and seen[point] == fault.time:
             _strike(fault, engine)
 
-    worker = Worker(engine, store, settings, f"worker-{os.getpid()}", Restorer(store, settings), at)
+    holder = f"worker-{os.getpid()}"
+    team = team or SOLO
+    restorer = Restorer(store, settings, team.prepare if team.mesh else None)
+    worker = Worker(engine, store, settings, holder, restorer, at, team)
     worker.run(stop)
 
 
-def _strike(fault: Fault, engine: Engine) -> None:
-    if fault.kind == "kill":
+def _strike(fault: Fault, engine: Engine | None) -> None:
+    if fault.kind == "kill" and fault.delay:
+        threading.Timer(fault.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    elif fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "sleep":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        _sleep()
+    if engine is None:
+        return
+    if fault.kind == "sleep_in_transaction":
+        stop = threading.Event()
+        event.listen(engine, "commit", lambda _: stop.is_set() or stop.set() or _sleep())
     if fault.kind == "lose_answer":
         _lose_next_commit(engine, happened=True)
     if fault.kind == "lose_commit":
         _lose_next_commit(engine, happened=False)
+
+
+def _sleep() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _lose_next_commit(engine: Engine, *, happened: bool) -> None:

@@ -7,10 +7,16 @@ import threading
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from service.adapters.store import AdapterStore
+    from service.settings import Settings
+    from trainer.distributed import Team
+    from trainer.restore import Restorer
 
 Lifeline = Annotated[int, typer.Option("--lifeline", hidden=True)]
 Database = Annotated[
@@ -108,28 +114,54 @@ def train(
     lifeline: Lifeline = -1,
     metrics_port: MetricsPort = 0,
 ) -> None:
-    """Run one trainer: takes leases, trains batches, publishes versions."""
+    """Run one trainer: takes leases, trains batches, publishes versions.
+
+    Under `torchrun` or `accelerate launch`, the processes together are one trainer (docs/training.md).
+    """
     from service.adapters.store import AdapterStore
-    from service.database import engine as database
     from service.settings import Settings
-    from trainer.progress import Progress
+    from trainer.distributed import follow, joined_team
     from trainer.restore import Restorer
-    from trainer.tracking import open_tracking
-    from trainer.worker import Worker, use_threads
+    from trainer.worker import use_threads
 
     given = {"tensorboard": tensorboard, "mlflow_url": mlflow, "wandb_project": wandb}
     settings = Settings(**{name: value for name, value in given.items() if value})  # type: ignore[arg-type]
+    use_threads(settings.threads)
+    store = AdapterStore(settings.store_url)
+    with joined_team(settings) as team:
+        restorer = Restorer(store, settings, team.prepare if team.mesh else None)
+        if team.ranks.rank == 0:
+            _lead(settings, restorer, store, team, lifeline, metrics_port)
+        else:
+            _start("trainer", lifeline)
+            follow(team.ranks, restorer)
+
+
+def _lead(
+    settings: "Settings",
+    restorer: "Restorer",
+    store: "AdapterStore",
+    team: "Team",
+    lifeline: int,
+    metrics_port: int,
+) -> None:
+    """Be the process that knows the database, and say on a terminal what the trainer is at."""
+    from service.database import engine as database
+    from trainer.progress import Progress
+    from trainer.tracking import open_tracking
+    from trainer.worker import Worker
+
     console, progress = Console(), Progress()
     # The line first: logging then writes above it, not through it.
     with progress.shown(console) if console.is_terminal else nullcontext():
         stop = _start("trainer", lifeline)
-        use_threads(settings.threads)
-        engine = database.connect(settings.database_url, name="trainer")
+        engine = database.connect(
+            settings.database_url, name="trainer", idle_transaction_seconds=settings.lease_seconds
+        )
         _probes(metrics_port, engine)
-        store, tracking = AdapterStore(settings.store_url), open_tracking(settings)
-        holder = f"{socket.gethostname()}:{os.getpid()}"
+        holder, tracking = f"{socket.gethostname()}:{os.getpid()}", open_tracking(settings)
         worker = Worker(
-            engine, store, settings, holder, Restorer(store, settings), progress=progress, tracking=tracking
+            engine, store, settings, holder, restorer, progress=progress, tracking=tracking, team=team
         )
         worker.run(stop)
         tracking.close()

@@ -1,0 +1,1 @@
+"""The arms of `benchmarks.trainer`: each measures one thing, in a process of its own."""
