@@ -153,7 +153,7 @@ def _work(settings_document: dict[str, Any], fault: Fault, until_head: int, team
     holder = f"worker-{os.getpid()}"
     team = team or SOLO
     restorer = Restorer(store, settings, team.prepare if team.mesh else None)
-    worker = Worker(engine, store, settings, holder, restorer, at, team)
+    worker = Worker(engine, store, settings, holder, restorer, at, team=team)
     worker.run(stop)
 
 

@@ -99,7 +99,7 @@ def test_a_batch_of_which_every_rollout_fails_alone_pauses_and_excludes_nobody(
     def broken(*_: Any) -> None:
         raise RuntimeError("the weights are gone")
 
-    model = worker.restorer._base(training_ground.tiny_settings())
+    model = worker.restorer.base(training_ground.tiny_settings())
     model.base.base_model.register_forward_hook(broken)
     train(worker, policy, 3)
     (row,) = rows(engine, "SELECT paused, paused_code, paused_reason FROM policies")
