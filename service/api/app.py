@@ -19,6 +19,7 @@ from service.adapters.store import AdapterStore
 from service.api import (
     adapters,
     baselines,
+    dead_letters,
     graders,
     keys,
     policies,
@@ -85,6 +86,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         graders,
         versions,
         webhooks,
+        dead_letters,
     ):
         app.include_router(module.router)
     app.include_router(status.probes)

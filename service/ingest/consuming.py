@@ -21,7 +21,7 @@ from service.ingest.consumer_lag import LagMeter
 from service.ingest.message_reader import Reader, Refusal
 from service.ingest.messages import Message, Partition, Reach
 from service.ingest.writer import Item, Outcome, Writer
-from service.schemas import TraceAccepted
+from service.schemas import GradeAccepted, TraceAccepted
 
 POLL_SECONDS = 0.5
 BUSY_POLL_SECONDS = 0.05
@@ -29,6 +29,7 @@ BUSY_POLL_SECONDS = 0.05
 ALIVE_SECONDS = 0.2
 """Time between two signs of life while a transaction runs or is waited for."""
 LONGEST_PAUSE = 10.0
+Became = TraceAccepted | GradeAccepted | Refusal
 
 
 class Polled(Protocol):
@@ -56,7 +57,7 @@ class Subscription(Protocol):
         """Stay in the group without taking messages. Raises Unavailable."""
         ...
 
-    def commit(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
+    def commit_offsets(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
         """Commit offsets of partitions that are still ours. Raises Unavailable."""
         ...
 
@@ -169,7 +170,7 @@ class Consumer:
     def _commit(self) -> None:
         """Commit what is stored. Where that fails it is tried again with what comes next."""
         if self._offsets:
-            self.subscription.commit(self._offsets, self._tenures)
+            self.subscription.commit_offsets(self._offsets, self._tenures)
             self._offsets.clear()
 
     def _store(self, batch: Batch, stop: threading.Event) -> bool:
@@ -191,13 +192,13 @@ class Consumer:
             attempt += 1
 
 
-def store(writer: Writer, reader: Reader, batch: Batch) -> list[Outcome | Refusal]:
+def store(writer: Writer, reader: Reader, batch: Batch) -> list[Became]:
     """Write a batch and its dead letters in one transaction. Raises Unavailable: nothing is known stored."""
     new_letters: list[tuple[str, str]] = []
-    became: list[Outcome | Refusal] = []
+    became: list[Became] = []
 
     def add_letters(connection: Connection, outcomes: list[Outcome]) -> None:
-        became[:] = _joined(reader, batch, outcomes)
+        became[:] = reader.became(batch.messages, batch.prepared, outcomes)
         refusals = [refusal for refusal in became if isinstance(refusal, Refusal)]
         new_letters[:] = dead_letters.add(connection, refusals)
 
@@ -207,20 +208,10 @@ def store(writer: Writer, reader: Reader, batch: Batch) -> list[Outcome | Refusa
     return became
 
 
-def _joined(reader: Reader, batch: Batch, outcomes: Sequence[Outcome]) -> list[Outcome | Refusal]:
-    """Return what became of every message, in order; an item that the writer refused is a refusal."""
-    written = iter(outcomes)
-    became: list[Outcome | Refusal] = []
-    for message, prepared in zip(batch.messages, batch.prepared, strict=True):
-        outcome: Outcome | Refusal = prepared if isinstance(prepared, Refusal) else next(written)
-        became.append(reader.refuse(message, outcome) if isinstance(outcome, YoroError) else outcome)
-    return became
-
-
-def _count(batch: Batch, became: Sequence[Outcome | Refusal], new_letters: Sequence[tuple[str, str]]) -> None:
+def _count(batch: Batch, became: Sequence[Became], new_letters: Sequence[tuple[str, str]]) -> None:
     telemetry.CONSUMER_BATCH.observe(len(batch.messages))
     for message, outcome in zip(batch.messages, became, strict=True):
-        if isinstance(outcome, Refusal | YoroError):
+        if isinstance(outcome, Refusal):
             result = "dead_letter"
         else:
             result = outcome.status

@@ -17,8 +17,9 @@ from service.ingest import arrays
 from service.ingest.message_reader import Refusal
 from service.ingest.messages import Message, Partition, Topic
 
-REASON, DETAIL, TOPIC, PARTITION, OFFSET, TIME = (
-    "yoro-reason", "yoro-detail", "yoro-topic", "yoro-partition", "yoro-offset", "yoro-time",
+REASON, DETAIL, TOPIC, PARTITION, OFFSET, TIME, KEPT, DIGEST = (
+    "yoro-reason", "yoro-detail", "yoro-topic", "yoro-partition", "yoro-offset", "yoro-time", "yoro-kept",
+    "yoro-sha256",
 )  # fmt: skip
 """Headers that a dead letter has beside its own."""
 
@@ -47,7 +48,7 @@ UPDATE dead_letters d SET attempts = d.attempts + 1,
     due_at = clock_timestamp() + make_interval(secs => least(300, 5 * power(2, least(d.attempts, 10))))
 FROM due WHERE d.id = due.id
 RETURNING d.id, d.topic, d.partition, d.message_offset, d.code, d.detail, d.message_key, d.value, d.headers,
-          d.created_at
+          d.created_at, d.kept, d.digest
 """)
 
 _RELAYED = text("UPDATE dead_letters SET due_at = NULL, last_error = '' WHERE id = ANY(:ids)")
@@ -76,7 +77,7 @@ SELECT id, topic, partition, message_offset, message_key, value, headers, produc
 FROM dead_letters
 WHERE replayed_at IS NULL AND kept = 'whole' AND value IS NOT NULL AND id > :after
   AND (CAST(:ids AS bigint[]) IS NULL OR id = ANY(:ids)) AND (CAST(:code AS text) IS NULL OR code = :code)
-ORDER BY id LIMIT :limit FOR UPDATE
+ORDER BY id LIMIT :limit
 """)
 
 _REPLAYED = text("UPDATE dead_letters SET replayed_at = clock_timestamp() WHERE id = ANY(:ids)")
@@ -128,7 +129,7 @@ def found(connection: Connection, id_: int) -> Any | None:
 def replayable(
     connection: Connection, *, ids: Sequence[int] | None, code: str | None, after: int, limit: int
 ) -> list[tuple[int, Message]]:
-    """Lock letters that are kept whole and were not replayed yet; return them as they came."""
+    """Return letters that are kept whole and were not replayed yet, as they came."""
     asked = {"ids": None if ids is None else list(ids), "code": code, "after": after, "limit": limit}
     return [(row.id, _message(row)) for row in connection.execute(_REPLAYABLE, asked)]
 
@@ -145,7 +146,8 @@ def as_message(row: Any, topic: Topic | None, default: str) -> Message:
     headers = (
         *_headers(row.headers), (REASON, row.code.encode()), (DETAIL, row.detail.encode()),
         (TOPIC, row.topic.encode()), (PARTITION, b"%d" % row.partition), (OFFSET, b"%d" % row.message_offset),
-        (TIME, row.created_at.isoformat().encode()),
+        (TIME, row.created_at.isoformat().encode()), (KEPT, row.kept.encode()),
+        (DIGEST, row.digest.hex().encode()),
     )  # fmt: skip
     name = default if topic is None else topic.dead_letters
     return Message(Partition(name, -1), 0, row.message_key, row.value, headers)

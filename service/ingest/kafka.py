@@ -19,10 +19,10 @@ from kafka import (
     OffsetAndMetadata,
     TopicPartition,
 )
-from kafka.errors import KafkaError, TopicAlreadyExistsError
+from kafka.errors import KafkaConfigurationError, KafkaError, TopicAlreadyExistsError
 
 from service import telemetry
-from service.errors import Unavailable
+from service.errors import Invalid, Unavailable, YoroError
 from service.ingest.kafka_arguments import (
     REQUEST_SECONDS,
     connection_arguments,
@@ -79,7 +79,7 @@ class Subscription:
             self._client = KafkaConsumer(**consumer_arguments(settings, limits))
             self._client.subscribe(list(topics), listener=self._tenures)
         except KafkaError as error:
-            raise _unavailable(error) from error
+            raise _failure(error) from error
 
     def poll(self, seconds: float) -> Polled:
         """Wait for messages. Raises Unavailable where a broker says no."""
@@ -94,7 +94,7 @@ class Subscription:
         for found, batch in self._poll(0).items():  # a partition that was assigned just now
             self._client.seek(found, batch[0].offset)
 
-    def commit(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
+    def commit_offsets(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
         """Commit the next offsets to read, of partitions that are still ours. Raises Unavailable."""
         assigned = self._client.assignment()
         ours = {
@@ -109,7 +109,7 @@ class Subscription:
             with telemetry.CONSUMER_COMMIT_SECONDS.time():
                 self._client.commit(still, timeout_ms=milliseconds(COMMIT_SECONDS))
         except KafkaError as error:
-            raise _unavailable(error) from error
+            raise _failure(error) from error
 
     def reaches(self) -> dict[Partition, Reach]:
         """Return how far each of our partitions was read, from memory."""
@@ -131,7 +131,7 @@ class Subscription:
         try:
             return self._client.poll(timeout_ms=milliseconds(seconds))
         except (KafkaError, *CODEC_ERRORS) as error:
-            raise _unavailable(error) from error
+            raise _failure(error) from error
 
     def _tenure(self, partition: Partition) -> int:
         return self._tenures.ended.get(partition, 0)
@@ -145,12 +145,13 @@ class Publisher:
         try:
             self._client = KafkaProducer(**(producer_arguments(settings, limits) | more))
         except KafkaError as error:
-            raise _unavailable(error) from error
+            raise _failure(error) from error
 
     def send(self, messages: Sequence[Message]) -> list[str]:
         """Send messages to their topics and return what went wrong with each; empty: it is there.
 
-        Without headers of their own; a negative partition number leaves the choice to the key.
+        A negative partition number leaves the choice to the key. kafka-python knows neither a header
+        without a value nor a message of neither key nor value: both become empty ones.
         """
         return [self._result(future) for future in [self._send(message) for message in messages]]
 
@@ -160,9 +161,11 @@ class Publisher:
 
     def _send(self, message: Message) -> Any:
         number = message.partition.number
+        value = b"" if message.value is None and message.key is None else message.value
         try:
             return self._client.send(
-                message.partition.topic, value=message.value, key=message.key, headers=list(message.headers),
+                message.partition.topic, value=value, key=message.key,
+                headers=[(name, content or b"") for name, content in message.headers],
                 partition=number if number >= 0 else None,
             )  # fmt: skip
         except KafkaError as error:
@@ -172,7 +175,7 @@ class Publisher:
         if isinstance(future, KafkaError):
             return _words(future)
         try:
-            future.get(timeout=REQUEST_SECONDS)
+            future.get(timeout=REQUEST_SECONDS + 10)
         except KafkaError as error:
             return _words(error)
         return ""
@@ -186,7 +189,7 @@ def create_topics(
     try:
         admin = KafkaAdminClient(**connection_arguments(settings))
     except KafkaError as error:
-        raise _unavailable(error) from error
+        raise _failure(error) from error
     try:
         return {topic: _create(admin, topic, partitions, replication, size) for topic in topics}
     finally:
@@ -204,7 +207,7 @@ def _create(admin: Any, topic: str, partitions: int, replication: int, size: int
     except TopicAlreadyExistsError:
         return False
     except KafkaError as error:
-        raise _unavailable(error) from error
+        raise _failure(error) from error
     return True
 
 
@@ -232,5 +235,8 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def _unavailable(error: BaseException) -> Unavailable:
+def _failure(error: BaseException) -> YoroError:
+    """Return our error: what only other settings can mend is no outage."""
+    if isinstance(error, KafkaConfigurationError):
+        return Invalid(f"Kafka's settings: {_words(error)}", code="kafka_settings")
     return Unavailable(f"Kafka: {_words(error)}", code="kafka_unavailable")

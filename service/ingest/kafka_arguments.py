@@ -69,7 +69,7 @@ def producer_arguments(settings: KafkaSettings, limits: Limits) -> dict[str, Any
         "enable_idempotence": False,
         "max_request_size": largest_message(limits) + ENVELOPE_BYTES,
         "max_block_ms": 5_000,
-        "delivery_timeout_ms": milliseconds(REQUEST_SECONDS),
+        "delivery_timeout_ms": milliseconds(REQUEST_SECONDS + 10),
         "linger_ms": 5,
         "allow_auto_create_topics": False,
     }

@@ -17,7 +17,8 @@ from service.ingest.masking import Mask
 from service.ingest.messages import Message, Topic
 from service.ingest.rollouts import NewRollout
 from service.ingest.usage import Usage, check_quota
-from service.ingest.writer import Item
+from service.ingest.writer import Item, Outcome
+from service.schemas import GradeAccepted, TraceAccepted
 
 SCHEMA_HEADER = "yoro-schema"
 SCHEMAS = (b"1",)
@@ -147,7 +148,18 @@ class Reader:
         looked: set[str] = set()
         return [self._read(message, looked) for message in messages]
 
-    def refuse(self, message: Message, error: YoroError) -> Refusal:
+    def became(
+        self, messages: Sequence[Message], prepared: Sequence[Item | Refusal], outcomes: Sequence[Outcome]
+    ) -> list[TraceAccepted | GradeAccepted | Refusal]:
+        """Return what became of every message, in order; what the writer refused is a refusal too."""
+        written = iter(outcomes)
+        found: list[TraceAccepted | GradeAccepted | Refusal] = []
+        for message, item in zip(messages, prepared, strict=True):
+            outcome = item if isinstance(item, Refusal) else next(written)
+            found.append(self._refuse(message, outcome) if isinstance(outcome, YoroError) else outcome)
+        return found
+
+    def _refuse(self, message: Message, error: YoroError) -> Refusal:
         """Say why a message is not taken, keeping of it what may be kept. Raises Unavailable."""
         document = None
         if message.value is not None and not isinstance(error, TooLarge):

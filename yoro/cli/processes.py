@@ -84,7 +84,7 @@ def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     from service.settings import Settings
     from service.webhooks.relay import Relay
 
-    settings, stop = Settings(), _start("scheduler", lifeline)
+    settings, stop = Settings(), start("scheduler", lifeline)
     engine = database.connect(settings.database_url, name="scheduler")
     _probes(metrics_port, engine)
     relay = threading.Thread(target=Relay(engine, hosts=settings.hook_hosts).run, args=(stop,), daemon=True)
@@ -106,7 +106,7 @@ def train(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     from trainer.restore import Restorer
     from trainer.worker import Worker, use_threads
 
-    settings, stop = Settings(), _start("trainer", lifeline)
+    settings, stop = Settings(), start("trainer", lifeline)
     use_threads(settings.threads)
     engine = database.connect(settings.database_url, name="trainer")
     _probes(metrics_port, engine)
@@ -127,7 +127,7 @@ def migrate(database_url: Database = None) -> None:
     engine.dispose()
 
 
-def _start(process: str, lifeline: int) -> threading.Event:
+def start(process: str, lifeline: int) -> threading.Event:
     """Set up logging, the lifeline, and an event that SIGINT and SIGTERM set."""
     from service.telemetry import set_up_logging
 
