@@ -19,7 +19,7 @@ from kafka import (
     OffsetAndMetadata,
     TopicPartition,
 )
-from kafka.errors import KafkaConfigurationError, KafkaError, TopicAlreadyExistsError
+from kafka.errors import CommitFailedError, KafkaConfigurationError, KafkaError, TopicAlreadyExistsError
 
 from service import telemetry
 from service.errors import Invalid, Unavailable, YoroError
@@ -108,6 +108,8 @@ class Subscription:
         try:
             with telemetry.CONSUMER_COMMIT_SECONDS.time():
                 self._client.commit(still, timeout_ms=milliseconds(COMMIT_SECONDS))
+        except CommitFailedError as error:  # our tenure ended meanwhile; whoever has it now reads once more
+            telemetry.logger().info("offsets_too_late", detail=_words(error))
         except KafkaError as error:
             raise _failure(error) from error
 

@@ -52,6 +52,12 @@ class Topic:
     """Whether embedded rewards are taken."""
 
 
+def all_topics(settings: KafkaSettings) -> list[str]:
+    """Return the names of all topics of an installation, dead letters too."""
+    found = topics_of(settings)
+    return sorted({*found, *(topic.dead_letters for topic in found.values())})
+
+
 def topics_of(settings: KafkaSettings) -> dict[str, Topic]:
     """Return every topic that is consumed, by name. Raises Invalid where two have one name."""
     found: dict[str, Topic] = {}

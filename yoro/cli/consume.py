@@ -88,15 +88,14 @@ def create(
 ) -> None:
     """Create the topics that are missing: traces, rewards and dead letters, of every prefix."""
     from service.ingest.kafka import create_topics
-    from service.ingest.messages import topics_of
+    from service.ingest.messages import all_topics
     from service.settings import Settings
 
     settings = Settings()
-    found = topics_of(settings.kafka)
-    names = sorted({*found, *(topic.dead_letters for topic in found.values())})
     made = create_topics(
-        settings.kafka, settings.limits, names, partitions=partitions, replication=replication
-    )
+        settings.kafka, settings.limits, all_topics(settings.kafka),
+        partitions=partitions, replication=replication,
+    )  # fmt: skip
     for name, is_new in made.items():
         print(f"{name}: {'created' if is_new else 'was there already'}")
 

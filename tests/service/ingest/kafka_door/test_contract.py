@@ -1,8 +1,10 @@
 """The contract over the wire, against every broker that can be had (brokers.py)."""
 
 import hashlib
+import itertools
 from typing import Any
 
+from kafka import KafkaConsumer, TopicPartition
 from sqlalchemy import text
 
 from service.database.engine import transaction
