@@ -170,11 +170,11 @@ class Publisher:
                 headers=[(name, content or b"") for name, content in message.headers],
                 partition=number if number >= 0 else None,
             )  # fmt: skip
-        except KafkaError as error:
+        except (KafkaError, ValueError, TypeError) as error:  # the latter two: what no topic would take
             return error
 
     def _result(self, future: Any) -> str:
-        if isinstance(future, KafkaError):
+        if isinstance(future, Exception):
             return _words(future)
         try:
             future.get(timeout=REQUEST_SECONDS + 10)

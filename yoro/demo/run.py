@@ -78,7 +78,7 @@ def run_demo(
     started = time.monotonic()
     folder = data or _new_folder()
     console.print(f"data, logs and adapters of this demo: {folder.resolve()}")
-    with _running(folder, port or _free_port(), console, _free_port() if via_kafka else 0) as up:
+    with _running(folder, port or free_port(), console, free_port() if via_kafka else 0) as up:
         if via_kafka:
             console.print(
                 f"agent and grader publish to Kafka at 127.0.0.1:{up.kafka_port}; nothing is posted"
@@ -219,7 +219,8 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=time.strftime("demo-%Y%m%d-%H%M%S-"), dir=parent))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
