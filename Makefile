@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE = 1
 
 BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py benchmarks/report.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: soak-adapters setup demo test check format constraints clean help $(BENCHMARKS)
+.PHONY: soak-adapters soak-kafka setup demo test check format constraints clean help $(BENCHMARKS)
 
 help:            ## list the targets
 	@grep -hE '^[a-zA-Z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -34,6 +34,9 @@ test: setup      ## all tests; PG=15 runs them on Debian's PostgreSQL 15 instead
 
 soak-adapters: setup ## pullers, pollers and publisher killed at random through 200 moves of the pointers
 	YORO_CHAOS_MOVES=200 $(BIN)/pytest -s tests/service/adapters/test_chaos.py
+
+soak-kafka: setup ## 20,000 traces and grades while consumers are killed every ten seconds, on both stand-in brokers
+	YORO_KAFKA_TRACES=20000 YORO_KAFKA_ROUNDS=6 $(BIN)/pytest -s tests/service/ingest/kafka_door/test_chaos.py
 
 check: setup     ## style, types, import rules, schema drift
 	$(BIN)/ruff format --check .
