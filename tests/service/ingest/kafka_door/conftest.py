@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,10 +109,10 @@ class Door:
             subscription.close()
             directory.close()
 
-    def process(self, **more: str) -> "subprocess.Popen[bytes]":
+    def process(self, *options: str) -> "subprocess.Popen[bytes]":
         """Start `yoro consume`."""
-        environment = os.environ | self.environment() | more
-        started = subprocess.Popen([sys.executable, "-m", "yoro", "consume"], env=environment)
+        environment = os.environ | self.environment()
+        started = subprocess.Popen([sys.executable, "-m", "yoro", "consume", *options], env=environment)
         self._processes.append(started)
         return started
 
@@ -179,6 +177,3 @@ def door(broker: Broker, engine: Engine, database_url: str) -> Iterator[Door]:
     made = Door(broker, engine, database_url, settings)
     yield made
     made.close()
-
-
-__all__ = ["LIMITS", "Door", "Path", "await_that", "message", "signal"]

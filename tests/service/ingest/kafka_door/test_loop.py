@@ -1,10 +1,14 @@
 """The loop: a database that is slow or away, partitions that are taken away, a broken dead-letter topic."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 from kafka import KafkaConsumer, TopicPartition
 from sqlalchemy import create_engine, text
@@ -214,3 +218,26 @@ def test_what_is_older_than_its_time_is_forgotten(door: Door, make_policy: MakeP
     )  # fmt: skip
     assert (relay.tick(), relay.tick()) == (1, 0)
     assert door.letters() == []
+
+
+@one_broker
+def test_consume_serves_its_probes_and_topics_create_leaves_what_is_there(
+    door: Door, make_policy: MakePolicy
+) -> None:
+    make_policy()
+    environment = os.environ | door.environment()
+    made = subprocess.run(
+        [sys.executable, "-m", "yoro", "topics", "create", "--replication", "1"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert made.stdout.splitlines().count(f"{door.traces}: was there already") == 1
+    port = brokers.free_port()
+    door.send(door.traces, trace())
+    process = door.process("--metrics-port", str(port))
+    await_that(lambda: door.count("rollouts") == 1)
+    assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200
+    line = f'yoro_consumed_total{{result="accepted",topic="{door.traces}"}} 1.0'
+    await_that(lambda: line in httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+    process.terminate()
+    assert process.wait(30) == 0
+    assert committed(door) == 1
