@@ -26,7 +26,7 @@ from benchmarks.report import Report
 from service.api.directory import Directory
 from service.database.secrets import fingerprint_key
 from service.ingest.consumer_lag import LagMeter
-from service.ingest.consuming import Consumer
+from service.ingest.consuming import SWITCH_SECONDS, Consumer
 from service.ingest.intake import Intake
 from service.ingest.kafka import Publisher, Subscription, create_topics
 from service.ingest.message_reader import Reader, Refusal
@@ -124,6 +124,7 @@ def main() -> int:
     parser.add_argument("--traces", type=int, default=5_000, help="of each run of each arm")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each arm")
     asked = parser.parse_args()
+    sys.setswitchinterval(SWITCH_SECONDS)  # as `yoro consume` does
     report = Report("kafka", "python -m benchmarks.kafka " + " ".join(sys.argv[1:]))
     with _started() as bench:
         runs = [_run(bench, number, asked.traces) for number in range(asked.repeats)]

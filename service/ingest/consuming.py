@@ -29,6 +29,9 @@ BUSY_POLL_SECONDS = 0.05
 ALIVE_SECONDS = 0.2
 """Time between two signs of life while a transaction runs or is waited for."""
 LONGEST_PAUSE = 10.0
+SWITCH_SECONDS = 0.0005
+"""How long the thread that reads may keep the interpreter while the one that writes waits for it; with
+Python's 5 ms each hand-over costs as much as twenty messages."""
 Became = TraceAccepted | GradeAccepted | Refusal
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,7 @@ def consume(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     from service.database import migrate as migrations
     from service.database.secrets import fingerprint_key
     from service.ingest import consumer_lag
-    from service.ingest.consuming import Consumer
+    from service.ingest.consuming import SWITCH_SECONDS, Consumer
     from service.ingest.dead_letter_relay import LetterRelay
     from service.ingest.intake import Intake
     from service.ingest.kafka import Publisher
@@ -42,6 +43,7 @@ def consume(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     from service.telemetry import serve_probes
 
     settings, stop = Settings(), start("consumer", lifeline)
+    sys.setswitchinterval(SWITCH_SECONDS)
     kafka, limits = settings.kafka, settings.limits
     found = topics_of(kafka)
     engine = database.connect(settings.database_url, name="consumer")
