@@ -6,6 +6,7 @@ Invariant: offsets are committed only of partitions that were ours without a bre
 """
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ from service.settings import KafkaSettings, Limits
 CLOSE_SECONDS = 5.0
 COMMIT_SECONDS = 5.0
 """A commit of offsets that takes longer is tried again later."""
+GLANCE_SECONDS, REST_SECONDS = 0.002, 0.04
 CODEC_ERRORS = (RuntimeError, AssertionError)
 """What kafka-python raises for a codec whose library is missing."""
 
@@ -84,14 +86,14 @@ class Subscription:
     def poll(self, seconds: float) -> Polled:
         """Wait for messages. Raises Unavailable where a broker says no."""
         self._client.resume(*self._client.paused())
-        records = self._poll(seconds)
+        records = self._records(seconds)
         messages = [_message(record) for batch in records.values() for record in batch]
         return Polled(messages, {_ours(found): self._tenure(_ours(found)) for found in records})
 
     def keep_alive(self) -> None:
         """Stay in the group without taking messages: what comes in the meantime is read again later."""
         self._client.pause(*self._client.assignment())
-        for found, batch in self._poll(0).items():  # a partition that was assigned just now
+        for found, batch in self._poll(GLANCE_SECONDS).items():  # a partition that was assigned just now
             self._client.seek(found, batch[0].offset)
 
     def commit_offsets(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
@@ -128,6 +130,20 @@ class Subscription:
             self._client.close(autocommit=False, timeout_ms=milliseconds(CLOSE_SECONDS))
         except KafkaError as error:
             telemetry.logger().warning("group_not_left", detail=str(error))
+
+    def _records(self, seconds: float) -> Any:
+        """Wait for records at rest: some brokers answer an empty fetch at once, and the client asks again.
+
+        Fetches go on meanwhile, in the client's own thread; what they bring waits for REST_SECONDS at most.
+        """
+        if not self._client.assignment():
+            return self._poll(seconds)
+        deadline = time.monotonic() + seconds
+        records = self._poll(GLANCE_SECONDS)
+        while not records and time.monotonic() < deadline:
+            time.sleep(REST_SECONDS)
+            records = self._poll(GLANCE_SECONDS)
+        return records
 
     def _poll(self, seconds: float) -> Any:
         try:
