@@ -38,7 +38,7 @@ from service.settings import KafkaSettings, Limits
 CLOSE_SECONDS = 5.0
 COMMIT_SECONDS = 5.0
 """A commit of offsets that takes longer is tried again later."""
-GLANCE_SECONDS, REST_SECONDS = 0.002, 0.04
+GLANCE_SECONDS, REST_SECONDS, JOIN_SECONDS = 0.002, 0.04, 0.5
 CODEC_ERRORS = (RuntimeError, AssertionError)
 """What kafka-python raises for a codec whose library is missing."""
 
@@ -93,7 +93,7 @@ class Subscription:
     def keep_alive(self) -> None:
         """Stay in the group without taking messages: what comes in the meantime is read again later."""
         self._client.pause(*self._client.assignment())
-        for found, batch in self._poll(GLANCE_SECONDS).items():  # a partition that was assigned just now
+        for found, batch in self._poll(self._patience()).items():  # a partition that was assigned just now
             self._client.seek(found, batch[0].offset)
 
     def commit_offsets(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
@@ -136,14 +136,17 @@ class Subscription:
 
         Fetches go on meanwhile, in the client's own thread; what they bring waits for REST_SECONDS at most.
         """
-        if not self._client.assignment():
-            return self._poll(seconds)
         deadline = time.monotonic() + seconds
-        records = self._poll(GLANCE_SECONDS)
+        records = self._poll(self._patience())
         while not records and time.monotonic() < deadline:
             time.sleep(REST_SECONDS)
-            records = self._poll(GLANCE_SECONDS)
+            records = self._poll(self._patience())
         return records
+
+    def _patience(self) -> float:
+        """Return how long one poll may take: joining and finding positions need answers to come within it."""
+        assigned = self._client.assignment()
+        return GLANCE_SECONDS if assigned and len(self.reaches()) == len(assigned) else JOIN_SECONDS
 
     def _poll(self, seconds: float) -> Any:
         try:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import Engine, text
 
@@ -51,6 +52,31 @@ def broker(
     if kind not in _brokers:
         _brokers[kind] = brokers.started(kind, tmp_path_factory.mktemp("broker"))
     return _brokers[kind]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running `yoro consume`."""
+
+    popen: "subprocess.Popen[bytes]"
+    url: str
+
+    def is_up(self) -> bool:
+        """Whether it answers, and so listens to signals."""
+        try:
+            return httpx.get(f"{self.url}/healthz", timeout=1.0).is_success
+        except httpx.TransportError:
+            return False
+
+    def terminate(self) -> int:
+        """Ask it to go, once it is there, and wait until it is gone."""
+        await_that(self.is_up)
+        self.popen.terminate()
+        return self.popen.wait(30)
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(30)
 
 
 @dataclass
@@ -109,11 +135,12 @@ class Door:
             subscription.close()
             directory.close()
 
-    def process(self, *options: str) -> "subprocess.Popen[bytes]":
+    def process(self) -> "Process":
         """Start `yoro consume`."""
-        environment = os.environ | self.environment()
-        started = subprocess.Popen([sys.executable, "-m", "yoro", "consume", *options], env=environment)
-        self._processes.append(started)
+        port, environment = brokers.free_port(), os.environ | self.environment()
+        command = [sys.executable, "-m", "yoro", "consume", "--metrics-port", str(port)]
+        started = Process(subprocess.Popen(command, env=environment), f"http://127.0.0.1:{port}")
+        self._processes.append(started.popen)
         return started
 
     def environment(self) -> dict[str, str]:

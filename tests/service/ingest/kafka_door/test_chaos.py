@@ -4,8 +4,6 @@ Which broker lives through what is theirs to say (brokers.py). `make soak-kafka`
 """
 
 import os
-import signal
-import subprocess
 import threading
 import time
 
@@ -17,7 +15,7 @@ from service.ingest.kafka import Publisher
 from service.ingest.messages import Message
 from tests.conftest import MakePolicy
 from tests.documents import grade, trace
-from tests.service.ingest.kafka_door.conftest import LIMITS, Door, await_that, message
+from tests.service.ingest.kafka_door.conftest import LIMITS, Door, Process, await_that, message
 
 COUNT = int(os.environ.get("YORO_KAFKA_TRACES", "2000"))
 ROUNDS = int(os.environ.get("YORO_KAFKA_ROUNDS", "1"))
@@ -64,14 +62,12 @@ class Sending(threading.Thread):
             messages = [sent for sent, error in zip(messages, errors, strict=True) if error]
 
 
-def end(door: Door, process: "subprocess.Popen[bytes]") -> None:
+def end(door: Door, process: Process) -> None:
     """Kill a consumer; where a silent member keeps its partitions for ever, ask it to go instead."""
     if door.broker.evicts:
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.kill()
     else:
-        process.terminate()
-        assert process.wait(30) == 0
+        assert process.terminate() == 0
 
 
 def await_progress(door: Door, beyond: int) -> None:
@@ -99,9 +95,7 @@ def test_every_message_is_there_once_whatever_dies(door: Door, make_policy: Make
     await_that(lambda: bool(sending.failed) or not sending.is_alive(), SECONDS)
     assert not sending.failed
     await_that(lambda: not missing(door, sending), SECONDS)
-    for process in consumers:
-        process.terminate()
-    assert [process.wait(30) for process in consumers] == [0, 0]
+    assert [process.terminate() for process in consumers] == [0, 0]
     assert missing(door, sending) == []
 
 

@@ -231,13 +231,11 @@ def test_consume_serves_its_probes_and_topics_create_leaves_what_is_there(
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert made.stdout.splitlines().count(f"{door.traces}: was there already") == 1
-    port = brokers.free_port()
     door.send(door.traces, trace())
-    process = door.process("--metrics-port", str(port))
+    process = door.process()
     await_that(lambda: door.count("rollouts") == 1)
-    assert httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200
+    assert httpx.get(f"{process.url}/readyz").status_code == 200
     line = f'yoro_consumed_total{{result="accepted",topic="{door.traces}"}} 1.0'
-    await_that(lambda: line in httpx.get(f"http://127.0.0.1:{port}/metrics").text)
-    process.terminate()
-    assert process.wait(30) == 0
+    await_that(lambda: line in httpx.get(f"{process.url}/metrics").text)
+    assert process.terminate() == 0
     assert committed(door) == 1
