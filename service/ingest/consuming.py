@@ -112,6 +112,7 @@ class Consumer:
         except Unavailable as error:
             telemetry.logger().warning("offsets_not_committed", detail=error.detail)
         finally:
+            stop.set()
             self._pool.shutdown()
 
     def _turn(self, stop: threading.Event) -> None:
@@ -124,8 +125,8 @@ class Consumer:
                 self._commit()
             return
         prepared = self._prepare(polled.messages, stop)
-        self._settle()
-        if prepared is None:
+        # What follows a batch that was given up must not be stored: its offsets would cover that batch, too.
+        if not self._settle() or prepared is None:
             return
         batch = Batch(polled.messages, polled.tenures, prepared)
         self._writing = batch, self._pool.submit(self._store, batch, stop)
@@ -157,18 +158,20 @@ class Consumer:
             telemetry.logger().warning("kafka_unavailable", detail=error.detail)
         self.meter.tick(self.subscription.reaches)
 
-    def _settle(self) -> None:
-        """Wait for the transaction in hand, and note what may be committed."""
+    def _settle(self) -> bool:
+        """Wait for the transaction in hand, and note what may be committed; False: it was given up."""
         if self._writing is None:
-            return
+            return True
         batch, done = self._writing
         while not wait([done], ALIVE_SECONDS).done:
             self._live()
         self._writing = None
-        if done.result():
-            self._offsets.update(batch.offsets)
-            self._tenures.update(batch.tenures)
-            self.meter.stored(batch.messages)
+        if not done.result():
+            return False
+        self._offsets.update(batch.offsets)
+        self._tenures.update(batch.tenures)
+        self.meter.stored(batch.messages)
+        return True
 
     def _commit(self) -> None:
         """Commit what is stored. Where that fails it is tried again with what comes next."""

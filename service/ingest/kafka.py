@@ -7,7 +7,8 @@ Invariant: offsets are committed only of partitions that were ours without a bre
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -85,16 +86,16 @@ class Subscription:
 
     def poll(self, seconds: float) -> Polled:
         """Wait for messages. Raises Unavailable where a broker says no."""
-        self._client.resume(*self._client.paused())
+        self._each(self._client.resume, self._client.paused())
         records = self._records(seconds)
         messages = [_message(record) for batch in records.values() for record in batch]
         return Polled(messages, {_ours(found): self._tenure(_ours(found)) for found in records})
 
     def keep_alive(self) -> None:
         """Stay in the group without taking messages: what comes in the meantime is read again later."""
-        self._client.pause(*self._client.assignment())
-        for found, batch in self._poll(self._patience()).items():  # a partition that was assigned just now
-            self._client.seek(found, batch[0].offset)
+        self._each(self._client.pause, self._client.assignment())
+        records = self._poll(self._patience())  # of partitions that were assigned just now
+        self._each(lambda found: self._client.seek(found, records[found][0].offset), records)
 
     def commit_offsets(self, offsets: Mapping[Partition, int], tenures: Mapping[Partition, int]) -> None:
         """Commit the next offsets to read, of partitions that are still ours. Raises Unavailable."""
@@ -130,6 +131,12 @@ class Subscription:
             self._client.close(autocommit=False, timeout_ms=milliseconds(CLOSE_SECONDS))
         except KafkaError as error:
             telemetry.logger().warning("group_not_left", detail=str(error))
+
+    def _each(self, act: Callable[[Any], Any], partitions: Iterable[Any]) -> None:
+        """Do something with partitions; those that the heartbeats' loop takes away meanwhile are left out."""
+        for partition in list(partitions):
+            with suppress(KeyError, KafkaError):
+                act(partition)
 
     def _records(self, seconds: float) -> Any:
         """Wait for records at rest: some brokers answer an empty fetch at once, and the client asks again.

@@ -1,24 +1,34 @@
 """The loop: a database that is slow or away, partitions that are taken away, a broken dead-letter topic."""
 
+import itertools
+import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 from kafka import KafkaConsumer, TopicPartition
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, text
 
+from service.api.directory import Directory
 from service.database.embedded import EmbeddedPostgres
-from service.errors import Invalid
+from service.database.engine import transaction
+from service.errors import Invalid, Unavailable
+from service.ingest.consumer_lag import LagMeter
+from service.ingest.consuming import Consumer
 from service.ingest.dead_letter_relay import LetterRelay
-from service.ingest.kafka import Publisher, Subscription
-from service.ingest.messages import topics_of
+from service.ingest.intake import Intake
+from service.ingest.kafka import Polled, Publisher, Subscription
+from service.ingest.message_reader import Reader
+from service.ingest.messages import Message, Partition, Reach, topics_of
 from service.ingest.writer import Writer
+from service.settings import KafkaSettings
 from tests.conftest import MakePolicy
 from tests.documents import trace
 from tests.service.ingest.kafka_door import brokers
@@ -239,3 +249,47 @@ def test_consume_serves_its_probes_and_topics_create_leaves_what_is_there(
     await_that(lambda: line in httpx.get(f"{process.url}/metrics").text)
     assert process.terminate() == 0
     assert committed(door) == 1
+
+
+@dataclass
+class Script:
+    """A subscription that brings what is written, then nothing: no broker is needed to count commits."""
+
+    polls: list[Polled]
+    committed: list[Any] = field(default_factory=list)
+
+    def poll(self, seconds: float) -> Polled:
+        return self.polls.pop(0) if self.polls else Polled([], {})
+
+    def keep_alive(self) -> None: ...
+
+    def commit_offsets(self, offsets: Any, tenures: Any) -> None:
+        self.committed.append(dict(offsets))
+
+    def reaches(self) -> dict[Partition, Reach]:
+        return {}
+
+
+@pytest.mark.parametrize("given_up", [1, 2])
+def test_what_follows_a_batch_that_was_given_up_is_not_committed_over_it(
+    given_up: int, engine: Engine, make_policy: MakePolicy
+) -> None:
+    """Of three batches one meets a dying database as we are told to stop; the next would find it well."""
+    make_policy()
+    settings, here, stop = KafkaSettings(), Partition("yoro.traces", 0), threading.Event()
+    bodies = [json.dumps(trace()).encode() for _ in range(3)]
+    polls = [Polled([Message(here, offset, None, body)], {here: 0}) for offset, body in enumerate(bodies)]
+    transactions = itertools.count(1)
+
+    def die() -> None:
+        if next(transactions) == given_up:
+            stop.set()
+            raise Unavailable
+
+    script = Script(polls)
+    reader = Reader(Intake(LIMITS, b"k" * 32), Directory(engine), topics_of(settings))
+    Consumer(script, reader, Writer(engine, die), LagMeter(60)).run(stop)
+    with transaction(engine) as connection:
+        stored = connection.execute(text("SELECT count(*) FROM rollouts")).scalar_one()
+    assert stored == given_up - 1
+    assert script.committed == [{here: offset} for offset in range(1, given_up)]
