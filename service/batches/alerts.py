@@ -148,7 +148,7 @@ def _kafka(connection: Connection, view: Outlook) -> list[Alert]:
         found.append(
             Alert(
                 "dead_letters",
-                f"{count} Kafka messages of the last day could not be taken and wait for a replay",
+                f"{count} Kafka messages of the last day could not be taken: see `yoro dead-letter list`",
             )
         )
     if row.silent:
