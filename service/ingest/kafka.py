@@ -13,16 +13,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from kafka import (
-    ConsumerRebalanceListener,
-    KafkaAdminClient,
-    KafkaConsumer,
-    KafkaProducer,
-    OffsetAndMetadata,
-    TopicPartition,
-)
-from kafka.errors import CommitFailedError, KafkaConfigurationError, KafkaError, TopicAlreadyExistsError
-
 from service import telemetry
 from service.errors import Invalid, Unavailable, YoroError
 from service.ingest.kafka_arguments import (
@@ -36,12 +26,25 @@ from service.ingest.kafka_arguments import (
 from service.ingest.messages import Message, Partition, Reach
 from service.settings import KafkaSettings, Limits
 
+try:
+    from kafka import (
+        ConsumerRebalanceListener,
+        KafkaAdminClient,
+        KafkaConsumer,
+        KafkaProducer,
+        OffsetAndMetadata,
+        TopicPartition,
+    )
+    from kafka.errors import CommitFailedError, KafkaConfigurationError, KafkaError, TopicAlreadyExistsError
+except ModuleNotFoundError as error:
+    raise Unavailable("Kafka needs its client here: pip install 'yoro[kafka]'") from error
+
 CLOSE_SECONDS = 5.0
 COMMIT_SECONDS = 5.0
 """A commit of offsets that takes longer is tried again later."""
 GLANCE_SECONDS, REST_SECONDS, JOIN_SECONDS = 0.002, 0.04, 0.5
 CODEC_ERRORS = (RuntimeError, AssertionError)
-"""What kafka-python raises for a codec whose library is missing."""
+"""What kafka-python raises, beside its own errors, for a block that it cannot unpack."""
 
 
 @dataclass(frozen=True, slots=True)
