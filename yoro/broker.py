@@ -1,7 +1,8 @@
 """An embedded Kafka broker for one machine: noida-db, which speaks the protocol and is not Apache Kafka.
 
 For the demo and for trying things out: one copy, on disk within a second (a SIGKILL loses what it
-confirmed in that second), and partitions are never taken from a consumer that falls silent.
+confirmed in that second, a stop what it confirms meanwhile), and partitions are never taken from a
+consumer that falls silent.
 Invariants: it listens on the loopback only; if its parent dies, Linux tells it to stop; a leftover is
 ended only if pid and start time match the record.
 """

