@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from service.database.embedded import die_with_parent
 from yoro.broker import EmbeddedBroker
 
 GIVEN = os.environ.get("KAFKA_BOOTSTRAP", "")
@@ -95,6 +96,7 @@ class Tansu:
                 "--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/",
             ],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
