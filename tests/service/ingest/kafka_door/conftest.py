@@ -68,6 +68,12 @@ class Process:
         except httpx.TransportError:
             return False
 
+    def partitions(self) -> int:
+        """How many partitions it owns."""
+        return (
+            httpx.get(f"{self.url}/metrics").text.count("yoro_consumer_lag_messages{") if self.is_up() else 0
+        )
+
     def terminate(self) -> int:
         """Ask it to go, once it is there, and wait until it is gone."""
         await_that(self.is_up)

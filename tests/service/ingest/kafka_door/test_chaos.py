@@ -15,7 +15,7 @@ from service.ingest.kafka import Publisher
 from service.ingest.messages import Message
 from tests.conftest import MakePolicy
 from tests.documents import grade, trace
-from tests.service.ingest.kafka_door.conftest import LIMITS, Door, Process, await_that, message
+from tests.service.ingest.kafka_door.conftest import LIMITS, PARTITIONS, Door, Process, await_that, message
 
 COUNT = int(os.environ.get("YORO_KAFKA_TRACES", "2000"))
 ROUNDS = int(os.environ.get("YORO_KAFKA_ROUNDS", "1"))
@@ -89,6 +89,8 @@ def test_every_message_is_there_once_whatever_dies(door: Door, make_policy: Make
         consumers.append(door.process())
         end(door, consumers.pop(0))
         if door.broker.keeps_data:
+            # A member whose rebalance the stop cuts short is one that falls silent.
+            await_that(lambda: sum(process.partitions() for process in consumers) == 2 * PARTITIONS, SECONDS)
             with sending.quiet:
                 door.broker.stop()
                 door.broker.start()
