@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE = 1
 
 BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py benchmarks/report.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: soak-adapters soak-trainer test-s3 setup demo test check format constraints clean help $(BENCHMARKS)
+.PHONY: soak-adapters soak-kafka soak-trainer test-s3 setup demo test check format constraints clean help $(BENCHMARKS)
 
 help:            ## list the targets
 	@grep -hE '^[a-zA-Z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,6 +41,9 @@ test-s3: setup   ## the adapter store over Amazon's protocol, spoken by a local 
 
 soak-trainer: setup ## the trainer killed 50 times over 20 versions, the database away for a minute
 	YORO_TRAINER_KILLS=50 YORO_TRAINER_OUTAGE_SECONDS=60 $(BIN)/pytest -s tests/faults/test_random_faults.py
+
+soak-kafka: setup ## 20,000 traces and grades while consumers are killed every ten seconds, on both stand-in brokers
+	YORO_KAFKA_TRACES=20000 YORO_KAFKA_ROUNDS=6 $(BIN)/pytest -s tests/service/ingest/kafka_door/test_chaos.py
 
 check: setup     ## style, types, import rules, schema drift
 	$(BIN)/ruff format --check .

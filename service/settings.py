@@ -6,8 +6,9 @@ Every variable is `YORO_` + the field's name in capitals; deploy documentation l
 
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -37,6 +38,46 @@ class Limits(BaseSettings):
     """Bytes that they may hold, about four for each byte that came."""
     in_flight_bytes: int = Field(24 << 20, gt=0)
     """Bytes of bodies being read and parsed, all requests together, before intake answers 503."""
+
+
+class KafkaSettings(BaseSettings):
+    """How Kafka is reached, and what its topics may bring; docs/kafka.md says more."""
+
+    model_config = SettingsConfigDict(env_prefix="YORO_KAFKA_", frozen=True)
+
+    bootstrap: str = "127.0.0.1:9092"
+    """Brokers to begin with: host:port, separated by commas."""
+    group: str = "yoro"
+    """Consumer group that all consumers of this installation share."""
+    traces_topic: str = "yoro.traces"
+    rewards_topic: str = "yoro.rewards"
+    dead_letter_topic: str = "yoro.dead-letter"
+    prefixes: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Prefix of a further pair of topics -> the policies that come through them, and through no others."""
+    graded_topics: tuple[str, ...] = ()
+    """Topics of traces whose embedded rewards are taken: whoever may write there may grade."""
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = None
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    ssl_cafile: Path | None = None
+    """Certificates of the authorities that sign the brokers'; unset: the system's."""
+    ssl_certfile: Path | None = None
+    """This client's certificate, for mTLS."""
+    ssl_keyfile: Path | None = None
+    ssl_password: SecretStr | None = None
+    """Of the key file."""
+    ssl_check_hostname: bool = True
+    session_seconds: float = Field(45.0, gt=0)
+    """Silence after which the group gives a consumer's partitions to others."""
+    poll_interval_seconds: float = Field(300.0, gt=0)
+    """Time between two polls after which a consumer leaves the group by itself."""
+    poll_messages: int = Field(500, gt=0, le=10_000)
+    """Messages in one transaction."""
+    oldest_seconds: float = Field(300.0, gt=0)
+    """Age of the oldest unconsumed message from which on the consumer is not ready and an alert is raised."""
+    dead_letter_days: float = Field(30.0, gt=0)
+    """How long dead letters stay in the table."""
 
 
 class Settings(BaseSettings):
@@ -104,3 +145,8 @@ class Settings(BaseSettings):
     def limits(self) -> Limits:
         """Return the intake limits."""
         return Limits()
+
+    @cached_property
+    def kafka(self) -> KafkaSettings:
+        """Return what Kafka is configured with."""
+        return KafkaSettings()

@@ -36,6 +36,21 @@ GUARD_ACTS = Counter(
     "yoro_guard_acts_total", "What guards did to a policy by themselves", ["policy", "guard", "deed"]
 )
 PAUSED = Gauge("yoro_policy_paused", "1 while a person or a guard has paused it", ["policy"])
+CONSUMED = Counter("yoro_consumed_total", "Kafka messages by what became of them", ["topic", "result"])
+CONSUMED_GRADES_LEFT_OUT = Counter(
+    "yoro_consumed_grades_left_out_total", "Embedded rewards of topics not trusted for grades", ["topic"]
+)
+CONSUMER_BATCH = Histogram(
+    "yoro_consumer_batch_messages", "Messages in one transaction", buckets=(1, 4, 16, 64, 256, 1024)
+)
+CONSUMER_WRITE_SECONDS = Histogram("yoro_consumer_write_seconds", "One transaction of the consumer")
+CONSUMER_COMMIT_SECONDS = Histogram("yoro_consumer_commit_seconds", "One commit of offsets")
+CONSUMER_LAG = Gauge("yoro_consumer_lag_messages", "Messages not durable yet", ["topic", "partition"])
+CONSUMER_OLDEST = Gauge(
+    "yoro_consumer_oldest_seconds", "Age of the oldest message not durable yet", ["topic", "partition"]
+)
+DEAD_LETTERS = Counter("yoro_dead_letters_total", "Messages that could not be taken", ["topic", "code"])
+DEAD_LETTERS_RELAYED = Counter("yoro_dead_letters_relayed_total", "Dead letters sent on", ["outcome"])
 
 
 def count_step(

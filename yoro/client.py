@@ -124,6 +124,30 @@ class Client:
         """Revoke a key for good."""
         return self._json("DELETE", f"/v1/keys/{prefix}")
 
+    def dead_letters(self, *, code: str | None = None, everything: bool = False) -> Iterator[dict[str, Any]]:
+        """List Kafka messages that could not be taken, newest first; without `everything` the open ones."""
+        query: dict[str, Any] = {"open": not everything} | ({} if code is None else {"code": code})
+        while True:
+            page = self._json("GET", "/v1/dead-letters", params=query)
+            yield from page["dead_letters"]
+            if page["next_cursor"] is None:
+                return
+            query["cursor"] = page["next_cursor"]
+
+    def dead_letter(self, letter: int) -> dict[str, Any]:
+        """Show one dead letter with what is kept of it."""
+        return self._json("GET", f"/v1/dead-letters/{letter}")
+
+    def replay_dead_letters(
+        self, letters: Sequence[int] | None = None, *, code: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Take dead letters in again: these, or all open ones of a code; say what became of each."""
+        wish: dict[str, Any] = {"ids": None if letters is None else list(letters), "code": code, "after": 0}
+        while wish["after"] is not None:
+            page = self._json("POST", "/v1/dead-letters/replay", json=wish)
+            yield from page["results"]
+            wish["after"] = page["next_after"]
+
     def status(self, policy: str) -> dict[str, Any]:
         """Say what the policy waits for."""
         return self._json("GET", f"/v1/policies/{policy}/status")

@@ -1,4 +1,4 @@
-"""`yoro up`: Postgres, api, scheduler and trainer on one machine, as separate processes.
+"""`yoro up`: Postgres, api, scheduler, trainer, with Kafka if asked for, on one machine, as processes.
 
 Invariants: one `up` a folder (a lock); every child ends with its parent, whatever ends the parent; a
 child that dies is started again, slower each time; a leftover of an earlier run is ended only if pid
@@ -27,6 +27,7 @@ from service.database import migrate
 from service.database.embedded import EmbeddedPostgres, end_recorded, identity
 from service.errors import Conflict, Unavailable
 from service.settings import Settings
+from yoro.broker import EmbeddedBroker
 
 STOP_SECONDS = 60.0
 """Time a child has to finish what it holds before it is killed."""
@@ -34,6 +35,8 @@ READY_SECONDS = 60.0
 STEADY_SECONDS = 60.0
 """A child that ran this long is restarted at once when it dies."""
 LONGEST_PAUSE = 30.0
+PARTITIONS = 4
+"""Of each topic of the embedded broker."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,11 @@ class Up:
     port: int
     without: frozenset[str] = frozenset()
     log: Callable[[str], None] = lambda line: None
+    kafka_port: int = 0
+    """Port of an embedded broker, with a consumer; 0: neither."""
     _children: list[_Child] = field(default_factory=list)
     _postgres: EmbeddedPostgres | None = None
+    _broker: EmbeddedBroker | None = None
     _lock: IO[str] | None = None
     _pipe: tuple[int, int] = (-1, -1)
     _url: str = ""
@@ -87,6 +93,8 @@ class Up:
                 self._postgres = EmbeddedPostgres(data / "postgres")
             self._url = database_url or self._running_postgres().url()
             self._prepare_database()
+            if self.kafka_port:
+                self._start_broker(EmbeddedBroker(data / "kafka", self.kafka_port))
             self._start_children()
         except BaseException:
             self.stop()
@@ -95,7 +103,7 @@ class Up:
     def watch(self, stop: threading.Event) -> None:
         """Keep the children running until `stop`."""
         while not stop.wait(0.2):
-            self._revive_postgres()
+            self._revive_servers()
             for child in self._children:
                 self._revive(child)
 
@@ -112,9 +120,10 @@ class Up:
                 child.process.wait()
             self._record(child.name).unlink(missing_ok=True)
         self._children.clear()
-        if self._postgres is not None:
-            self._postgres.stop()
-            self._postgres = None
+        for server in (self._broker, self._postgres):
+            if server is not None:
+                server.stop()
+        self._broker = self._postgres = None
         for end in self._pipe:
             if end >= 0:
                 os.close(end)
@@ -135,9 +144,19 @@ class Up:
         finally:
             engine.dispose()
 
+    def _start_broker(self, broker: EmbeddedBroker) -> None:
+        from service.ingest.kafka import create_topics
+        from service.ingest.messages import all_topics
+
+        self._broker = broker
+        kafka = self.settings.kafka.model_copy(update={"bootstrap": broker.bootstrap})
+        create_topics(kafka, self.settings.limits, all_topics(kafka), partitions=PARTITIONS, replication=1)
+
     def _start_children(self) -> None:
         self._spawn("api", ["api", "--host", self.host, "--port", str(self.port)])
         self._await_api()
+        if self._broker is not None:
+            self._spawn("consumer", ["consume"])
         if "scheduler" not in self.without:
             self._spawn("scheduler", ["schedule"])
         if "trainer" not in self.without:
@@ -165,14 +184,18 @@ class Up:
     def _environment(self, name: str) -> Mapping[str, str]:
         threads = str(_threads(name))
         share_cores()
-        return os.environ | {
-            "YORO_DATABASE_URL": self._url,
-            "YORO_DATA": str(self.settings.data.resolve()),
-            "YORO_THREADS": threads,
-            "OMP_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        return (
+            os.environ
+            | {
+                "YORO_DATABASE_URL": self._url,
+                "YORO_DATA": str(self.settings.data.resolve()),
+                "YORO_THREADS": threads,
+                "OMP_NUM_THREADS": threads,
+                "OPENBLAS_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            | ({} if self._broker is None else {"YORO_KAFKA_BOOTSTRAP": self._broker.bootstrap})
+        )
 
     def _await_api(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -199,10 +222,11 @@ class Up:
         child.process = self._launch(child.name, child.arguments)
         child.started = time.monotonic()
 
-    def _revive_postgres(self) -> None:
-        if self._postgres is not None and self._postgres.process.poll() is not None:
-            self.log("Postgres ended, starting it again")
-            self._postgres.restart()
+    def _revive_servers(self) -> None:
+        for name, server in (("Postgres", self._postgres), ("The broker", self._broker)):
+            if server is not None and server.process.poll() is not None:
+                self.log(f"{name} ended, starting it again")
+                server.restart()
 
     def _running_postgres(self) -> EmbeddedPostgres:
         if self._postgres is None:

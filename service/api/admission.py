@@ -1,4 +1,4 @@
-"""Who may send how much now: a token bucket a key, the policies' daily quotas, and bytes in flight.
+"""Who may send how much now: a token bucket a key, and bytes in flight.
 
 Each process keeps buckets of its own. Knows no HTTP.
 """
@@ -8,12 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 
 from service.errors import RateLimited, Unavailable
-from service.ingest.intake import Kind
-from service.ingest.usage import Usage
-from service.policies import Quotas
 
 BURST_SECONDS = 2.0
 """How many seconds of its rate a key that was silent may send at once."""
@@ -94,20 +90,3 @@ class Held:
             raise Unavailable("Intake holds as many bytes as it may", code="overloaded")
         self.of.held += count
         self.bytes += count
-
-
-def check_quota(policy: str, quotas: Quotas, usage: Usage, kind: Kind) -> None:
-    """Raise RateLimited where a policy has taken in what it may take in one UTC day."""
-    limit, used = (
-        (quotas.traces_per_day, usage.traces) if kind == "traces" else (quotas.grades_per_day, usage.grades)
-    )
-    if limit is not None and used >= limit:
-        raise RateLimited(
-            f"Policy {policy!r} has taken in {used} {kind} today, its quota is {limit}",
-            code="policy_quota", retry_after_seconds=_seconds_left(datetime.now(UTC)),
-        )  # fmt: skip
-
-
-def _seconds_left(now: datetime) -> int:
-    midnight = (now + timedelta(days=1)).replace(hour=0, minute=0, second=0, microsecond=0)
-    return math.ceil((midnight - now).total_seconds())

@@ -13,12 +13,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from sqlalchemy import Engine, event, text
+from sqlalchemy import Engine, event
 
 from service.adapters.store import AdapterStore
 from service.api import (
     adapters,
     baselines,
+    dead_letters,
     graders,
     keys,
     policies,
@@ -38,7 +39,7 @@ from service.api.direct import DirectApp
 from service.api.directory import Directory
 from service.api.pointer_watch import PointerWatch
 from service.database import engine as database
-from service.database.engine import transaction
+from service.database.secrets import fingerprint_key
 from service.ingest.group_commit import GroupCommit
 from service.ingest.intake import Intake
 from service.ingest.masking import load_functions
@@ -85,6 +86,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         graders,
         versions,
         webhooks,
+        dead_letters,
     ):
         app.include_router(module.router)
     app.include_router(status.probes)
@@ -116,7 +118,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         writes,
         AdapterStore(settings.store_url),
         pointers,
-        Intake(settings.limits, _fingerprint_key(engine)),
+        Intake(settings.limits, fingerprint_key(engine)),
         InFlight(settings.limits.in_flight_bytes),
     )
     # What the imports made lives as long as the process: no collection needs to walk it again.
@@ -139,12 +141,6 @@ def _bound_statements(engine: Engine, seconds: float) -> None:
         connection.autocommit = True
         connection.execute(f"SET statement_timeout = {int(seconds * 1000)}")
         connection.autocommit = False
-
-
-def _fingerprint_key(engine: Engine) -> bytes:
-    with transaction(engine) as connection:
-        found = connection.execute(text("SELECT value FROM secrets WHERE name = 'fingerprint'")).scalar_one()
-        return bytes(found)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

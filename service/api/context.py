@@ -12,12 +12,13 @@ from fastapi.concurrency import run_in_threadpool
 from sqlalchemy import Engine
 
 from service.adapters.store import AdapterStore
-from service.api.admission import Bucket, InFlight, check_quota
+from service.api.admission import Bucket, InFlight
 from service.api.directory import Caller, Directory, PolicyEntry
 from service.api.pointer_watch import PointerWatch
 from service.errors import FieldError, Forbidden, Invalid, Unauthenticated
 from service.ingest.group_commit import GroupCommit
 from service.ingest.intake import Destination, Intake, Kind
+from service.ingest.usage import check_quota
 from service.keys import Role
 from service.settings import Settings
 
@@ -53,6 +54,11 @@ class HttpSender:
     def may_grade(self) -> bool:
         """Tell whether the key carries the role grader."""
         return self.caller.has("grader")
+
+    @property
+    def refuses_grades(self) -> bool:
+        """Refuse the trace, so that its sender hears of the missing role."""
+        return True
 
     def destination(self, policy: str | None, kind: Kind) -> Destination:
         """Return the policy named, or the key's only one. Raises what forbids it, RateLimited among it."""

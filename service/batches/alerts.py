@@ -1,7 +1,7 @@
 """Things a person should look at, found from what status looks at anyway; raised once, cleared when over.
 
 Must run inside the caller's transaction. Invariant: a check costs a few index probes, whatever the
-number of rollouts. `dead_letters` and `consumer_lag` come with the Kafka consumer's tables.
+number of rollouts, dead letters or partitions.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,11 @@ SILENT_GRADER = timedelta(hours=1)
 KNOWN_GRADER = 20
 """Grades after which a grader counts as a regular one."""
 ABSENT_TRAINER = timedelta(minutes=1)
+OPEN_LETTERS = timedelta(days=1)
+"""How long a dead letter that nobody replays is worth an alert."""
+COUNTED_LETTERS = 1000
+SILENT_CONSUMER = timedelta(minutes=1)
+"""How long a partition may be without a word from whoever consumes it; they speak every five seconds."""
 
 _NEWEST = text("""
 SELECT n.version, n.depth, n.received_at
@@ -50,6 +55,22 @@ WHERE l.policy_id = :policy
 _REVISION = text("""
 SELECT s.reason FROM policies p
 JOIN settings_revisions s ON s.policy_id = p.id AND s.revision = p.settings_revision WHERE p.id = :policy
+""")
+
+# A letter that names no policy of its topic concerns whoever looks.
+_KAFKA = text("""
+SELECT (SELECT count(*) FROM (
+            SELECT FROM dead_letters WHERE replayed_at IS NULL AND policy_id = :policy
+                AND created_at > clock_timestamp() - CAST(:open AS interval) LIMIT :counted) AS own)
+     + (SELECT count(*) FROM (
+            SELECT FROM dead_letters WHERE replayed_at IS NULL AND policy_id IS NULL
+                AND created_at > clock_timestamp() - CAST(:open AS interval) LIMIT :counted) AS of_nobody)
+       AS letters,
+       count(*) FILTER (WHERE l.reported_at < clock_timestamp() - CAST(:silent AS interval)) AS silent,
+       count(*) FILTER (WHERE l.oldest_at < clock_timestamp() - make_interval(secs => l.limit_seconds))
+           AS behind,
+       extract(epoch FROM clock_timestamp() - min(l.oldest_at))::float8 AS oldest_seconds
+FROM consumer_lags l
 """)
 
 _CLEAR = text("""
@@ -81,6 +102,7 @@ def find(connection: Connection, view: Outlook) -> list[Alert]:
         _sampler_version_stuck(view, chain, newest),
         _no_signal_batches(chain.outcomes),
         _grader_silent(view, newest),
+        *_kafka(connection, view),
     ]
     return [alert for alert in found if alert is not None]
 
@@ -115,6 +137,34 @@ def _sampler_version_stuck(view: Outlook, chain: Any, newest: Sequence[Any]) -> 
         f"the last {NEWEST_TRACES} traces come from version {version} or older, though version "
         f"{view.promoted_version} is promoted: do the samplers load it?",
     )
+
+
+def _kafka(connection: Connection, view: Outlook) -> list[Alert]:
+    asked = {
+        "policy": view.policy_id, "open": OPEN_LETTERS, "counted": COUNTED_LETTERS, "silent": SILENT_CONSUMER,
+    }  # fmt: skip
+    row = connection.execute(_KAFKA, asked).one()
+    found = []
+    if row.letters:
+        count = f"{row.letters}" if row.letters < COUNTED_LETTERS else f"{COUNTED_LETTERS} or more"
+        found.append(
+            Alert(
+                "dead_letters",
+                f"{count} Kafka messages of the last day could not be taken: see `yoro dead-letter list`",
+            )
+        )
+    if row.silent:
+        found.append(
+            Alert("consumer_lag", f"nobody consumes {row.silent} partitions: does `yoro consume` run?")
+        )
+    elif row.behind:
+        found.append(
+            Alert(
+                "consumer_lag",
+                f"{row.behind} partitions are behind, the oldest message is {row.oldest_seconds:.0f} s old",
+            )
+        )
+    return found
 
 
 def _no_signal_batches(outcomes: Sequence[str]) -> Alert | None:

@@ -57,6 +57,12 @@ DELETE FROM embeddings WHERE text_digest = :digest
   AND NOT EXISTS (SELECT FROM rollout_features WHERE text_digest = :digest)
 """)
 
+_DEAD_LETTERS = text("""
+UPDATE dead_letters SET kept = 'hash', value = NULL, message_key = NULL, headers = '[]', detail = '',
+    trace_id = NULL
+WHERE policy_id = :policy AND trace_id = :trace
+""")
+
 _ALL_GRADES = text("DELETE FROM grades WHERE rollout_id = :id")
 _REGISTRATION = text("DELETE FROM rollouts WHERE id = :id")
 
@@ -98,9 +104,11 @@ def erase(connection: Connection, policy_id: int, trace_id: str) -> Erased:
     """Erase a trace, or the grades that wait for it. Repeating it changes nothing. Raises NotFound."""
     hold_lineage(connection, policy_id)
     named = {"policy": policy_id, "trace": trace_id}
+    letters = connection.execute(_DEAD_LETTERS, named).rowcount
     found = connection.execute(_FIND, named).one_or_none()
     if found is None:
-        if is_erased(connection, policy_id, trace_id):
+        if letters or is_erased(connection, policy_id, trace_id):
+            connection.execute(_TOMBSTONE, named)
             return Erased([], [])
         raise NotFound(f"There is no trace {trace_id!r}", code="trace_not_found")
     connection.execute(_TOMBSTONE, named)

@@ -91,7 +91,7 @@ class EmbeddedPostgres:
         with self._log.open("ab") as log:
             process = subprocess.Popen(  # noqa: S603 - our own binary
                 [self._bin / "postgres", *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                user=self.account, group=self.account, start_new_session=True, preexec_fn=_die_with_parent,
+                user=self.account, group=self.account, start_new_session=True, preexec_fn=die_with_parent,
                 env={"LC_ALL": "C.UTF-8", "TZ": "UTC"},
             )  # fmt: skip
         self._record.write_text(json.dumps(identity(process.pid)))
@@ -199,7 +199,7 @@ def _own(folder: Path, account: str, mode: int) -> None:
     folder.chmod(mode)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux for SIGINT (Postgres' fast shutdown) when the parent dies; elsewhere the record serves."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGINT)

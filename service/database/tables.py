@@ -572,3 +572,67 @@ class WebhookDelivery(Table):
         Index("ix_webhook_deliveries_due", "due_at", postgresql_where=text("due_at IS NOT NULL")),
         Index("ix_webhook_deliveries_webhook_id", "webhook_id"),
     )
+
+
+class DeadLetter(Table):
+    """A Kafka message that could not be taken, and the outbox of the dead-letter topic.
+
+    Coordinates alone would do to tell one message from another, were it not for topics that are deleted
+    and made again: the digest of the value keeps a second life's messages from passing for the first's.
+    """
+
+    __tablename__ = "dead_letters"
+    id: Mapped[int] = mapped_column(Identity(), primary_key=True)
+    topic: Mapped[str]
+    partition: Mapped[int] = mapped_column(Integer)
+    message_offset: Mapped[int]
+    digest: Mapped[bytes]
+    """SHA-256 of the value as it came."""
+    policy_id: Mapped[int | None] = mapped_column(ForeignKey("policies.id"))
+    trace_id: Mapped[str | None]
+    code: Mapped[str]
+    detail: Mapped[str]
+    kept: Mapped[str]
+    """What is left of the message: `whole`, `masked` (the value, under the policy's masks) or `hash`."""
+    message_key: Mapped[bytes | None]
+    value: Mapped[bytes | None]
+    headers: Mapped[list[Any]]
+    """[[name, base64 or null], …]"""
+    size: Mapped[int | None]
+    """Bytes of the value as it came; null: a tombstone."""
+    produced_at: Mapped[datetime | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    attempts: Mapped[int] = mapped_column(Integer, server_default="0")
+    due_at: Mapped[datetime | None] = mapped_column(server_default=func.now())
+    """When to try the dead-letter topic next; null: it is there."""
+    last_error: Mapped[str] = mapped_column(server_default="")
+    replayed_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        UniqueConstraint("topic", "partition", "message_offset", "digest"),
+        CheckConstraint("kept IN ('whole', 'masked', 'hash')", name="kept"),
+        Index("ix_dead_letters_due", "due_at", postgresql_where=text("due_at IS NOT NULL")),
+        Index("ix_dead_letters_created_at", "created_at"),
+        Index(
+            "ix_dead_letters_open", "policy_id", "created_at", postgresql_where=text("replayed_at IS NULL")
+        ),
+        Index(
+            "ix_dead_letters_trace", "policy_id", "trace_id", postgresql_where=text("trace_id IS NOT NULL")
+        ),
+    )
+
+
+class ConsumerLag(Table):
+    """What the consumer that owns a partition last said of it."""
+
+    __tablename__ = "consumer_lags"
+    topic: Mapped[str] = mapped_column(primary_key=True)
+    partition: Mapped[int] = mapped_column(Integer, primary_key=True)
+    consumer: Mapped[str]
+    lag: Mapped[int]
+    """Messages that are not durable yet."""
+    oldest_at: Mapped[datetime | None]
+    """When the oldest of them was produced; null: none is waiting."""
+    limit_seconds: Mapped[float]
+    """Age from which on the consumer itself is not ready."""
+    reported_at: Mapped[datetime]

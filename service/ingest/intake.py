@@ -4,7 +4,7 @@ Knows the limits and what a sender may do, no door and no database. Invariant: w
 a document is a YoroError that names the field or the limit, and concerns this document alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from service.errors import FieldError, Forbidden, Invalid, TooLarge
@@ -18,6 +18,7 @@ from service.schemas import Grade, Trace
 from service.settings import Limits
 
 Kind = Literal["traces", "grades"]
+GRADE_LEFT_OUT = "/reward: left out, this topic is not trusted for grades"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Sender(Protocol):
     @property
     def may_grade(self) -> bool:
         """Tell whether grades that come along with traces are taken."""
+        ...
+
+    @property
+    def refuses_grades(self) -> bool:
+        """Tell whether a grade that is not taken refuses its trace, rather than being left out."""
         ...
 
     def destination(self, policy: str | None, kind: Kind) -> Destination:
@@ -58,11 +64,14 @@ class Intake:
         _check("messages", len(trace.messages), self.limits.messages)
         _check("tokens", _tokens(trace), self.limits.tokens)
         policy = sender.destination(trace.policy, "traces")
-        return rollouts.prepare(
+        item = rollouts.prepare(
             trace, raw,
             policy_id=policy.id, policy=policy.name, key=self.fingerprint_key,
             settings=policy.settings, mask=policy.mask, grade=_embedded(trace, sender, policy),
         )  # fmt: skip
+        if trace.reward is not None and item.grade is None:
+            return replace(item, warnings=(*item.warnings, GRADE_LEFT_OUT))
+        return item
 
     def grade(self, document: Any, raw: bytes, sender: Sender) -> NewGrade:
         """Prepare one grade. Raises YoroError."""
@@ -79,7 +88,9 @@ def _embedded(trace: Trace, sender: Sender, policy: Destination) -> NewGrade | N
     if trace.reward is None:
         return None
     if not sender.may_grade:
-        raise Forbidden("An embedded reward needs the role grader", code="role")
+        if sender.refuses_grades:
+            raise Forbidden("An embedded reward needs the role grader", code="role")
+        return None
     return grades.from_trace(
         trace.reward, trace_id=trace.trace_id, policy_id=policy.id, rule=policy.settings.reward,
         mask=policy.mask, metered=policy.settings.quotas.grades_per_day is not None,

@@ -32,6 +32,8 @@ _BAD_DATA = (DataError, IntegrityError, UnicodeEncodeError, OverflowError)
 
 Item = NewRollout | NewGrade
 Outcome = TraceAccepted | GradeAccepted | YoroError
+Also = Callable[[Connection, list[Outcome]], None]
+"""What a caller writes in the items' transaction, from what became of them."""
 Registry = dict[rollout_rows.Key, Registered]
 
 
@@ -43,16 +45,17 @@ class Writer:
     before_commit: Callable[[], None] = lambda: None
     _versions: KnownVersions = field(default_factory=dict)
 
-    def write(self, items: Sequence[Item]) -> list[Outcome]:
+    def write(self, items: Sequence[Item], also: Also | None = None) -> list[Outcome]:
         """Store the items in one transaction and say what became of each, in order.
 
+        `also` writes what must be true together with that; the writer may call it more than once.
         Raises Unavailable when the database cannot take them now: nothing, or everything, is stored,
         and the same call may be repeated.
         """
         write = self._write_all
         for attempt in range(RETRIES):
             try:
-                return self._commit(write, items)
+                return self._commit(write, items, also)
             except _BAD_DATA:
                 write = self._bisect
             except InternalError as error:
@@ -68,10 +71,15 @@ class Writer:
         raise Unavailable("The database kept refusing concurrent writes")
 
     def _commit(
-        self, write: Callable[[Connection, list[Item]], list[Outcome]], items: Sequence[Item]
+        self,
+        write: Callable[[Connection, list[Item]], list[Outcome]],
+        items: Sequence[Item],
+        also: Also | None,
     ) -> list[Outcome]:
         with transaction(self.engine) as connection:
-            outcomes = write(connection, list(items))
+            outcomes = write(connection, list(items)) if items else []
+            if also is not None:
+                also(connection, outcomes)
             self.before_commit()
         return outcomes
 

@@ -1,5 +1,6 @@
 """`yoro up` end to end: from posted traces to a pulled adapter; stops, kills and restarts."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,14 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from service.ingest.kafka import Publisher
+from service.ingest.messages import Message, Partition
+from service.settings import KafkaSettings, Limits
 from tests.documents import grade, trace
 from tests.end_to_end import installation
 from tests.end_to_end.installation import Installation, all_gone, await_that
 from tests.faults.worker_process import tiny_model_root
+from yoro.demo.run import free_port
 
 SETTINGS: dict[str, Any] = {
     "adapter": {"rank": 4},
@@ -115,6 +120,46 @@ def test_a_child_that_is_killed_is_started_again(victim: str, up: Installation) 
     post_batch(up, "support")
     await_that(lambda: head(up, "support") == 1, 120)
     assert up.stop() == 0
+
+
+@pytest.mark.timeout(240)
+def test_up_with_kafka_takes_what_is_published_and_starts_a_dead_broker_again(
+    tmp_path: Path, model_root: Path
+) -> None:
+    port = str(free_port())
+    parts = ("--without", "trainer", "--without", "scheduler")
+    up = installation.start(tmp_path / "data", model_root, "--kafka", "--kafka-port", port, *parts)
+    try:
+        kafka = KafkaSettings(bootstrap=f"127.0.0.1:{port}")
+        publisher = Publisher(kafka, Limits())
+
+        def publish(topic: str, document: dict[str, Any]) -> None:
+            body, key = json.dumps(document).encode(), document["trace_id"].encode()
+            message = Message(Partition(topic, -1), 0, key, body)
+            await_that(lambda: publisher.send([message]) == [""])
+
+        with up.client() as client:
+            first = trace(policy="support")
+            publish("yoro.traces", first)
+            await_that(lambda: [letter["code"] for letter in client.dead_letters()] == ["policy_not_found"])
+            client.create_policy("support", base_model="./tiny", **SETTINGS)
+            assert "accepted" in up.yoro("dead-letter", "replay", "--code", "policy_not_found")
+            assert list(client.dead_letters()) == []
+            publish("yoro.rewards", grade(first["trace_id"], policy="support"))
+            await_that(lambda: client.status("support")["rollouts"]["ready"] == 1)
+
+            broker = up.child("noida-db")
+            broker.terminate()
+            await_that(lambda: not broker.is_running() or broker.status() == "zombie")
+            publish("yoro.traces", trace(policy="support"))
+            await_that(lambda: client.status("support")["rollouts"]["waiting_reward"] == 1)
+        publisher.close()
+        family = up.family()
+        assert up.stop() == 0
+        assert all_gone(family)
+    finally:
+        if up.process.poll() is None:
+            up.stop(signal.SIGKILL)
 
 
 def test_a_second_up_in_the_same_folder_is_refused_in_words(up: Installation) -> None:

@@ -6,7 +6,19 @@ import httpx
 import typer
 from rich.console import Console
 
-from yoro.cli import adapters, baselines, demo, keys, policies, processes, retention, serve_sync, status
+from yoro.cli import (
+    adapters,
+    baselines,
+    consume,
+    dead_letters,
+    demo,
+    keys,
+    policies,
+    processes,
+    retention,
+    serve_sync,
+    status,
+)
 from yoro.client import ApiError
 from yoro.pull import PullError
 
@@ -19,7 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(policies.app, name="policy")
 app.add_typer(keys.app, name="keys")
-for module in (processes, status, adapters, baselines, retention, demo, serve_sync):
+app.add_typer(dead_letters.app, name="dead-letter")
+for module in (processes, consume, status, adapters, baselines, retention, demo, serve_sync):
     module.register(app)
 
 

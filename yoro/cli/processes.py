@@ -48,6 +48,10 @@ def up(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
     without: Annotated[list[Part], typer.Option(help="Leave a process out.")] = [],  # noqa: B006 - typer copies it
+    kafka: Annotated[
+        bool, typer.Option("--kafka", help="Run an embedded broker and a consumer, too.")
+    ] = False,
+    kafka_port: Annotated[int, typer.Option(help="Port of the embedded broker.")] = 9092,
     database_url: Database = None,
 ) -> None:
     """Run api, scheduler and trainer on this machine, over an embedded Postgres."""
@@ -55,9 +59,16 @@ def up(
     from yoro.supervisor import Up, run_until_signal
 
     console = Console(highlight=False)
-    running = Up(Settings(data=data), host, port, frozenset(without), log=console.print)
+    running = Up(
+        Settings(data=data), host, port, frozenset(without), console.print, kafka_port if kafka else 0
+    )
     running.start(database_url)
     console.print(f"yoro is up: {running.url}  (API documentation: {running.url}/docs)", soft_wrap=True)
+    if kafka:
+        topics = running.settings.kafka
+        console.print(
+            f"Kafka: 127.0.0.1:{kafka_port}, topics {topics.traces_topic} and {topics.rewards_topic}"
+        )
     console.print(f"data, logs and adapters: {data.resolve()}   Ctrl-C stops everything", soft_wrap=True)
     run_until_signal(running)
 
@@ -91,7 +102,7 @@ def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     from service.settings import Settings
     from service.webhooks.relay import Relay
 
-    settings, stop = Settings(), _start("scheduler", lifeline)
+    settings, stop = Settings(), start("scheduler", lifeline)
     engine = database.connect(settings.database_url, name="scheduler")
     _probes(metrics_port, engine)
     relay = threading.Thread(target=Relay(engine, hosts=settings.hook_hosts).run, args=(stop,), daemon=True)
@@ -133,7 +144,7 @@ def train(
         if team.ranks.rank == 0:
             _lead(settings, restorer, store, team, lifeline, metrics_port)
         else:
-            _start("trainer", lifeline)
+            start("trainer", lifeline)
             follow(team.ranks, restorer)
 
 
@@ -154,7 +165,7 @@ def _lead(
     console, progress = Console(), Progress()
     # The line first: logging then writes above it, not through it.
     with progress.shown(console) if console.is_terminal else nullcontext():
-        stop = _start("trainer", lifeline)
+        stop = start("trainer", lifeline)
         engine = database.connect(
             settings.database_url, name="trainer", idle_transaction_seconds=settings.lease_seconds
         )
@@ -179,7 +190,7 @@ def migrate(database_url: Database = None) -> None:
     engine.dispose()
 
 
-def _start(process: str, lifeline: int) -> threading.Event:
+def start(process: str, lifeline: int) -> threading.Event:
     """Set up logging, the lifeline, and an event that SIGINT and SIGTERM set."""
     from service.telemetry import set_up_logging
 

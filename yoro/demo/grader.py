@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from yoro.client import Client
 from yoro.demo import tasks
+from yoro.demo.sending import Sender
 from yoro.demo.tasks import DemoTask
 
 LONGEST_DELAY_SECONDS = 4.0
@@ -33,7 +33,7 @@ class _Due:
 class LateGrader:
     """Posts each grade at a random moment within the next seconds, from a thread."""
 
-    def __init__(self, client: Client, policy: str, seed: int) -> None:
+    def __init__(self, client: Sender, policy: str, seed: int) -> None:
         """Start on entering the block; leaving it posts what is still due."""
         self._client, self._policy = client, policy
         self._delays = random.Random(seed)  # noqa: S311 - a delay, not a secret

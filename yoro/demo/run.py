@@ -30,6 +30,7 @@ from yoro.demo import preset, tasks
 from yoro.demo.agent import Agent, as_trace
 from yoro.demo.grader import LateGrader
 from yoro.demo.screen import Screen
+from yoro.demo.sending import KafkaSender, Sender
 from yoro.demo.tasks import DemoTask
 from yoro.pull import pull
 from yoro.supervisor import Up, share_cores
@@ -68,6 +69,7 @@ def run_demo(
     data: Path | None = None,
     port: int = 0,
     report: Path | None = None,
+    via_kafka: bool = False,
 ) -> bool:
     """Run the demo and print its table; return whether the model improved on the held-out tasks."""
     share_cores()
@@ -76,7 +78,11 @@ def run_demo(
     started = time.monotonic()
     folder = data or _new_folder()
     console.print(f"data, logs and adapters of this demo: {folder.resolve()}")
-    with _running(folder, port or _free_port(), console) as up:
+    with _running(folder, port or free_port(), console, free_port() if via_kafka else 0) as up:
+        if via_kafka:
+            console.print(
+                f"agent and grader publish to Kafka at 127.0.0.1:{up.kafka_port}; nothing is posted"
+            )
         demo = _Demo(up, folder, seed, steps, Screen(console, steps))
         measured = demo.run()
     found = Report(**measured, seconds=round(time.monotonic() - started, 1), seed=seed)
@@ -107,7 +113,7 @@ class _Demo:
         held_out = tasks.held_out()
         self.screen.say(f"answering {len(held_out)} held-out tasks with the base model")
         before = _scores(agent, held_out)
-        with LateGrader(self.client(admin, "grader"), POLICY, self.seed) as grader:
+        with LateGrader(self.sender(admin, "grader"), POLICY, self.seed) as grader:
             self.serve(admin, agent, grader)
         self.screen.say(f"answering the same {len(held_out)} tasks with the newest version")
         self.follow(admin, agent)
@@ -117,7 +123,7 @@ class _Demo:
 
     def serve(self, admin: Client, agent: Agent, grader: LateGrader) -> None:
         """Attempt one task after the other until enough versions are published."""
-        posting = self.client(admin, "agent")
+        posting = self.sender(admin, "agent")
         stream = tasks.stream(self.seed)
         size = int(preset.SETTINGS["batching"]["size"])
         moved = time.monotonic()
@@ -157,6 +163,12 @@ class _Demo:
             "b_eff_ratio": status["baseline"]["b_eff_ratio"],
         }
 
+    def sender(self, admin: Client, role: str) -> Sender:
+        """Return how an agent or a grader sends what it has: by HTTP with a key of its role, or by Kafka."""
+        if self.up.kafka_port:
+            return KafkaSender(self.up.settings, self.up.kafka_port)
+        return self.client(admin, role)
+
     def client(self, admin: Client, role: str) -> Client:
         """Return a client whose key has one role on this policy, as a production agent's would."""
         key = admin.create_key(f"demo {role}", [role], [POLICY], None)["key"]
@@ -164,9 +176,9 @@ class _Demo:
 
 
 @contextmanager
-def _running(folder: Path, port: int, console: Console) -> Iterator[Up]:
+def _running(folder: Path, port: int, console: Console, kafka_port: int) -> Iterator[Up]:
     """Run `yoro up` while the block runs; its processes are watched from a thread."""
-    up = Up(Settings(data=folder), "127.0.0.1", port, log=console.print)
+    up = Up(Settings(data=folder), "127.0.0.1", port, log=console.print, kafka_port=kafka_port)
     up.start(None)
     stop = threading.Event()
     watching = threading.Thread(target=up.watch, args=(stop,), name="up", daemon=True)
@@ -207,7 +219,8 @@ def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=time.strftime("demo-%Y%m%d-%H%M%S-"), dir=parent))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

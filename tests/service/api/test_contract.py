@@ -26,9 +26,15 @@ def contract(url: str) -> Any:
 
 
 WITH_BODY = [
-    (f"/v1/{name}", "POST") for name in ("traces", "traces/batch", "rewards", "rewards/batch", "keys")
+    (f"/v1/{name}", "POST")
+    for name in ("traces", "traces/batch", "rewards", "rewards/batch", "keys", "dead-letters/replay")
 ]
-WITHOUT = [("/v1/limits", "GET"), ("/v1/keys", "GET"), ("/v1/keys/{prefix}", "DELETE")]
+WITHOUT = [
+    ("/v1/limits", "GET"),
+    ("/v1/keys", "GET"),
+    ("/v1/keys/{prefix}", "DELETE"),
+    ("/v1/dead-letters", "GET"),
+]
 CASES = [
     *((path, method, GenerationMode.POSITIVE) for path, method in WITH_BODY + WITHOUT),
     *((path, method, GenerationMode.NEGATIVE) for path, method in WITH_BODY),
