@@ -63,6 +63,14 @@ class Task:
     """Depth of the policy version that sampled it."""
 
 
+def first_action(document: Mapping[str, Any]) -> int:
+    """Return the index of the first message that the policy produced; len(messages) if none."""
+    messages: Sequence[Mapping[str, Any]] = document["messages"]
+    called = [call["message_index"] for call in document.get("calls", ())]
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return min(called) if called else (spoken[0] if spoken else len(messages))
+
+
 def task_features(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],

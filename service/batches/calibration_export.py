@@ -13,9 +13,9 @@ from typing import Any
 from sqlalchemy import Connection, text
 
 from service.baselines.calibration_sets import calibration_line
+from service.baselines.features import first_action
 from service.database.documents import read_document
 from service.errors import NotFound
-from service.ingest.formats.native import first_action
 from service.policies import PolicySettings
 
 PAGE = 100

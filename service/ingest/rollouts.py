@@ -15,7 +15,7 @@ from typing import Any
 
 import zstandard
 
-from service.baselines.features import task_features
+from service.baselines.features import first_action, task_features
 from service.eligibility import Statuses
 from service.ingest.formats import jsontext, native
 from service.ingest.grades import NewGrade
@@ -158,7 +158,7 @@ class _Texts:
 
 
 def _texts(document: dict[str, Any], normalised: bytes | None) -> _Texts:
-    messages, start = document["messages"], native.first_action(document)
+    messages, start = document["messages"], first_action(document)
     features = task_features(messages[:start], document.get("tools", []), document.get("context", {}))
     return _Texts(
         normalised=jsontext.dump(document) if normalised is None else normalised,

@@ -96,14 +96,6 @@ def time_warnings(pointer: str, moment: datetime | None) -> list[str]:
     return warnings
 
 
-def first_action(document: Mapping[str, Any]) -> int:
-    """Return the index of the first message that the policy produced; len(messages) if none."""
-    messages: Sequence[Mapping[str, Any]] = document["messages"]
-    called = [call["message_index"] for call in document.get("calls", ())]
-    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    return min(called) if called else (spoken[0] if spoken else len(messages))
-
-
 def structural_verdict(document: Mapping[str, Any]) -> tuple[Verdict, list[str]]:
     """Judge what training can use of a normalised document; reasons say why it is not better."""
     messages = document["messages"]
