@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from service.api import problems
 from service.errors import Unavailable
@@ -36,18 +36,28 @@ class DirectApp(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a direct path, or hand over to FastAPI."""
         handler = self.direct.get(scope["path"]) if scope.get("method") == "POST" else None
-        if handler is None:
-            await super().__call__(scope, receive, send)
-            return
-        scope["app"] = self
-        response = await _answer(handler, Request(scope, receive))
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            if handler is None:
+                await super().__call__(scope, receive, sending)
+                return
+            scope["app"] = self
+            response = await _answer(handler, Request(scope, receive))
+        except asyncio.CancelledError:  # a stopping server gives up on what waits; it may be stored or not
+            if begun or scope["type"] != "http":
+                raise
+            response = problems.respond_to(Request(scope, receive), Unavailable("The server is stopping"))
         await response(scope, receive, send)
 
 
 async def _answer(handler: Handler, request: Request) -> Response:
     try:
         return await handler(request)
-    except asyncio.CancelledError:  # a stopping server gives up on what still waits; it may be stored or not
-        return problems.respond_to(request, Unavailable("The server is stopping"))
     except Exception as error:  # the outermost place of a request: whatever it is, the client gets a problem
         return problems.respond_to(request, error)

@@ -41,7 +41,7 @@ class PointerWatch:
         self._stop = threading.Event()
         self._reading = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[Key, set[asyncio.Future[None]]] = {}
+        self._waiting: dict[Key, set[asyncio.Future[bool]]] = {}
         self._bodies: OrderedDict[tuple[int, str], asyncio.Future[bytes]] = OrderedDict()
         self._versions: OrderedDict[tuple[int, int], Version] = OrderedDict()
         self._pointed: Mapping[Key, Pointed] = {}
@@ -119,29 +119,25 @@ class PointerWatch:
     async def _moved(self, key: Key, deadline: float) -> bool:
         """Wait until something at this pointer changes; False when the time is up."""
         loop = asyncio.get_running_loop()
-        notice: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_at(deadline, notice.cancel)
+        notice: asyncio.Future[bool] = loop.create_future()
+        # The timer answers by itself: a loop's timers may be early by a millisecond, so no clock can tell it
+        # from a request that ends.
+        timer = loop.call_at(deadline, _answer, notice, False)
         waiting = self._waiting.setdefault(key, set())
         waiting.add(notice)
         try:
-            await notice
-        except asyncio.CancelledError:
-            if loop.time() < deadline:
-                raise  # it is the request that ends
-            return False
+            return await notice
         finally:
             timer.cancel()
             waiting.discard(notice)
-        return True
 
     def _wake(self, moved: list[Key]) -> None:
         self._wake_some([notice for key in moved for notice in self._waiting.pop(key, ())])
 
-    def _wake_some(self, notices: list[asyncio.Future[None]]) -> None:
+    def _wake_some(self, notices: list[asyncio.Future[bool]]) -> None:
         """Wake a few in each turn of the loop: ten thousand at once would keep all other requests waiting."""
         for notice in notices[:WOKEN_AT_ONCE]:
-            if not notice.done():
-                notice.set_result(None)
+            _answer(notice, True)
         if len(notices) > WOKEN_AT_ONCE:
             asyncio.get_running_loop().call_soon(self._wake_some, notices[WOKEN_AT_ONCE:])
 
@@ -171,3 +167,8 @@ class PointerWatch:
 def _show(pointer: Pointer, found: Pointed) -> None:
     """Export where a pointer points, a rewind or a rollback too: only the database knows, not a trainer."""
     _GAUGES[pointer].labels(found.policy).set(found.version)
+
+
+def _answer(notice: asyncio.Future[bool], moved: bool) -> None:
+    if not notice.done():
+        notice.set_result(moved)

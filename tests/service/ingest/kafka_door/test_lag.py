@@ -6,7 +6,8 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Engine, text
 
 from service import telemetry
-from service.batches import alerts, assembly
+from service.batches import alerts
+from service.batches.outlook import outlook
 from service.database.engine import transaction
 from service.ingest import consumer_lag
 from service.ingest.consumer_lag import Lag, LagMeter
@@ -65,7 +66,7 @@ def test_alerts_name_dead_letters_lag_and_consumers_that_fell_silent(
 
     def found(of: int = policy.id) -> dict[str, str]:
         with transaction(engine) as connection:
-            view = assembly.outlook(connection, of)
+            view = outlook(connection, of)
             return {alert.code: alert.detail for alert in alerts.find(connection, view)}
 
     def run(statement: str, **named: object) -> None:
