@@ -156,7 +156,10 @@ class Subscription:
     def _patience(self) -> float:
         """Return how long one poll may take: joining and finding positions need answers to come within it."""
         assigned = self._client.assignment()
-        return GLANCE_SECONDS if assigned and len(self.reaches()) == len(assigned) else JOIN_SECONDS
+        settled = assigned and len(self.reaches()) == len(assigned)
+        # A cooperative rebalance leaves us our partitions while it lasts: only the coordinator knows of it.
+        joining = self._client._coordinator.need_rejoin()  # noqa: SLF001 - nothing public tells
+        return GLANCE_SECONDS if settled and not joining else JOIN_SECONDS
 
     def _poll(self, seconds: float) -> Any:
         try:
