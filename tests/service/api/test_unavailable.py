@@ -105,11 +105,12 @@ def test_overload_is_answered_503_and_what_was_taken_is_stored(
     make_policy()
     writes = api.client.app.state.context.writes  # type: ignore[attr-defined]
     writes._max_items = 4
-    sent = [trace() for _ in range(12)]
-    with ThreadPoolExecutor(12) as pool, engine.connect() as holder:
+    sent = [trace() for _ in range(20)]
+    with ThreadPoolExecutor(20) as pool, engine.connect() as holder:
         holder.execute(text("LOCK TABLE rollouts IN ACCESS EXCLUSIVE MODE"))
-        answers = list(map(pool.submit, [api.post_trace] * 12, sent))
-        while sum(answer.done() for answer in answers) < 7:  # one written, four queued, the rest refused
+        answers = list(map(pool.submit, [api.post_trace] * 20, sent))
+        # Two writers hold four at most each, four are queued, the rest is refused.
+        while sum(answer.done() for answer in answers) < 8:
             threading.Event().wait(0.01)
         holder.rollback()
         statuses = [answer.result().status_code for answer in answers]
