@@ -71,12 +71,14 @@ def test_any_bytes_give_a_value_or_a_clear_error(body: bytes) -> None:
 
 
 @given(VALUES)
+@example({"\x00\ud83d\ude00": None})
 def test_what_is_parsed_is_dumped_without_loss(value: Any) -> None:
     try:
         parsed = jsontext.parse(written(value, {}), max_depth=64)
     except YoroError:
         return
-    assert jsontext.load_trusted(jsontext.dump(parsed)) == parsed == value
+    # The two halves of a surrogate pair, written as escapes one after the other, are one character.
+    assert jsontext.load_trusted(jsontext.dump(parsed)) == parsed == json.loads(json.dumps(value))
 
 
 @pytest.mark.parametrize(
