@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 
 from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
@@ -26,6 +26,23 @@ def fresh_database(postgres: EmbeddedPostgres, template: str = TEMPLATE) -> Iter
     yield postgres.url(name)
     with admin.connect() as connection:
         connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@contextmanager
+def unreachable(url: str) -> Iterator[None]:
+    """Cut every connection to a database and take no new ones while the block runs."""
+    address = make_url(url)
+    admin = create_engine(address.set(database="postgres"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"ALTER DATABASE {address.database} ALLOW_CONNECTIONS false"))
+        cut = connection.execute(
+            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
+            {"name": address.database},
+        ).all()
+        assert cut
+        yield
+        connection.execute(text(f"ALTER DATABASE {address.database} ALLOW_CONNECTIONS true"))
     admin.dispose()
 
 

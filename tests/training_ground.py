@@ -119,6 +119,18 @@ def chain(engine: Engine) -> list[dict[str, Any]]:
         return [dict(row) for row in rows]
 
 
+def check_each_trained_once(engine: Engine, rollouts: int) -> None:
+    """Check that there are so many rollouts, each trained in one version."""
+    with transaction(engine) as connection:
+        states = connection.execute(text("SELECT state, count(*) FROM rollouts GROUP BY 1")).all()
+        times = connection.execute(
+            text("""SELECT count(*) FROM batch_members m JOIN policy_versions v ON v.batch_id = m.batch_id
+                    WHERE m.live GROUP BY m.rollout_id""")
+        ).scalars()
+        assert [tuple(row) for row in states] == [("trained", rollouts)]
+        assert list(times) == [1] * rollouts
+
+
 def check_chain(engine: Engine, store: AdapterStore, batches: int, scratch: Path) -> str:
     """Check that the chain is whole and every rollout trained once; return the head adapter's sha256."""
     versions = chain(engine)
@@ -130,14 +142,8 @@ def check_chain(engine: Engine, store: AdapterStore, batches: int, scratch: Path
     for row in versions[1:]:
         manifest = store.download(row["folder"], scratch / row["folder"], with_state=True)
         assert manifest == row["manifest"]
+    check_each_trained_once(engine, batches * BATCH)
     with transaction(engine) as connection:
-        states = connection.execute(text("SELECT state, count(*) FROM rollouts GROUP BY 1")).all()
-        times = connection.execute(
-            text("""SELECT count(*) FROM batch_members m JOIN policy_versions v ON v.batch_id = m.batch_id
-                    WHERE m.live GROUP BY m.rollout_id""")
-        ).scalars()
         lineage = connection.execute(text("SELECT head_version, next_version FROM lineages")).one()
-        assert [(row[0], row[1]) for row in states] == [("trained", batches * BATCH)]
-        assert list(times) == [1] * (batches * BATCH)
         assert (lineage.head_version, lineage.next_version) == (batches, batches + 1)
     return str(versions[-1]["adapter_sha256"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, make_url, text
 
 from service.adapters.store import AdapterStore
 from service.database import engine as database
@@ -28,7 +28,7 @@ from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.settings import Settings
 from tests import training_ground
-from tests.databases import fresh_database
+from tests.databases import fresh_database, unreachable
 from tests.faults import worker_process
 from tests.faults.worker_process import Fault
 
@@ -205,7 +205,7 @@ def test_a_database_that_is_away_longer_than_the_lease_loses_no_step(
             _await(lambda least=target: own.head() >= least)
             threading.Event().wait(chance.uniform(0, 2 * undisturbed.step_seconds))
             own.engine.dispose()
-            with _unreachable(own.settings.database_url):
+            with unreachable(own.settings.database_url):
                 threading.Event().wait(OUTAGE_SECONDS)
             assert worker.is_alive()
         worker.join(120)
@@ -213,23 +213,6 @@ def test_a_database_that_is_away_longer_than_the_lease_loses_no_step(
         assert own.lineage() == undisturbed.lineage
         with transaction(own.engine) as connection:
             assert connection.execute(text("SELECT sum(failures) FROM batches")).scalar_one() == 0
-
-
-@contextmanager
-def _unreachable(url: str) -> Iterator[None]:
-    """Cut every connection to the database and take no new ones while the block runs."""
-    address = make_url(url)
-    admin = create_engine(address.set(database="postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"ALTER DATABASE {address.database} ALLOW_CONNECTIONS false"))
-        cut = connection.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
-            {"name": address.database},
-        ).all()
-        assert cut
-        yield
-        connection.execute(text(f"ALTER DATABASE {address.database} ALLOW_CONNECTIONS true"))
-    admin.dispose()
 
 
 def _await(condition: Callable[[], bool]) -> None:
@@ -265,12 +248,4 @@ def test_many_trainers_train_many_policies_each_rollout_once(
         assert [row["version"] for row in own] == list(range(batches + 1))
         assert [row["parent"] for row in own] == [None, *range(batches)]
         assert len({row["batch_id"] for row in own[1:]}) == batches
-    with transaction(engine) as connection:
-        states = connection.execute(text("SELECT state, count(*) FROM rollouts GROUP BY 1")).all()
-        times = connection.execute(
-            text("""SELECT count(*) FROM batch_members m JOIN policy_versions v ON v.batch_id = m.batch_id
-                    WHERE m.live GROUP BY m.rollout_id""")
-        ).scalars()
-        rollouts = len(policies) * batches * training_ground.BATCH
-        assert [tuple(row) for row in states] == [("trained", rollouts)]
-        assert list(times) == [1] * rollouts
+    training_ground.check_each_trained_once(engine, len(policies) * batches * training_ground.BATCH)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from fastapi import Request, Response
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 
 from service.api.direct import DirectApp
-from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.errors import Unavailable
 from tests.conftest import Api, MakePolicy
+from tests.databases import unreachable
 from tests.documents import grade, trace
 
 BREAK = """
@@ -63,23 +63,12 @@ def test_a_failing_database_stores_nothing_of_a_batch_and_takes_it_later(
     assert count(engine, "rollout_documents") == 5
 
 
-def test_a_database_that_is_gone_and_comes_back(
-    api: Api, engine: Engine, make_policy: MakePolicy, postgres: EmbeddedPostgres
-) -> None:
+def test_a_database_that_is_gone_and_comes_back(api: Api, database_url: str, make_policy: MakePolicy) -> None:
     make_policy()
     document = trace()
-    name = engine.url.database
-    admin = create_engine(postgres.url("postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
-        connection.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
-            {"name": name},
-        )
+    with unreachable(database_url):
         assert refused(api.post_trace(document))
         assert refused(api.post_reward(grade("x")))
-        connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
-    admin.dispose()
     assert api.post_trace(document).status_code == 201
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from kafka import KafkaConsumer, TopicPartition
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, text
 
 from service.api.directory import Directory
-from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.errors import Invalid, Unavailable
 from service.ingest.consumer_lag import LagMeter
@@ -30,6 +29,7 @@ from service.ingest.messages import Message, Partition, Reach, topics_of
 from service.ingest.writer import Writer
 from service.settings import KafkaSettings
 from tests.conftest import MakePolicy
+from tests.databases import unreachable
 from tests.documents import trace
 from tests.service.ingest.kafka_door import brokers
 from tests.service.ingest.kafka_door.conftest import LIMITS, Door, await_that
@@ -75,25 +75,9 @@ def test_a_database_slower_than_the_poll_interval_costs_neither_membership_nor_o
     assert committed(door) == 20
 
 
-@contextmanager
-def outage(postgres: EmbeddedPostgres, database_url: str) -> Iterator[None]:
-    """No session survives, and none can begin."""
-    name = database_url.partition("?")[0].rpartition("/")[2]
-    admin = create_engine(postgres.url("postgres"), isolation_level="AUTOCOMMIT")
-    with admin.connect() as connection:
-        connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
-        connection.execute(
-            text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"),
-            {"name": name},
-        )
-        yield
-        connection.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
-    admin.dispose()
-
-
 @one_broker
 def test_an_outage_of_the_database_is_waited_out_and_makes_no_dead_letter(
-    door: Door, make_policy: MakePolicy, postgres: EmbeddedPostgres
+    door: Door, make_policy: MakePolicy
 ) -> None:
     make_policy()
     attempts: list[int] = []
@@ -104,7 +88,7 @@ def test_an_outage_of_the_database_is_waited_out_and_makes_no_dead_letter(
 
     with door.consuming(pause=pause) as consumer:
         await_that(lambda: bool(consumer.meter.lags()))
-        with outage(postgres, door.database_url):
+        with unreachable(door.database_url):
             door.send(door.traces, *(trace() for _ in range(10)), b"{")
             await_that(lambda: len(attempts) > 3)
         await_that(lambda: door.count("rollouts") == 10 and len(door.letters()) == 1)
@@ -113,11 +97,11 @@ def test_an_outage_of_the_database_is_waited_out_and_makes_no_dead_letter(
 
 @one_broker
 def test_a_stop_during_an_outage_commits_nothing_and_loses_nothing(
-    door: Door, make_policy: MakePolicy, postgres: EmbeddedPostgres
+    door: Door, make_policy: MakePolicy
 ) -> None:
     make_policy()
     attempts: list[int] = []
-    with outage_later(postgres, door) as begin:
+    with outage_later(door) as begin:
         with door.consuming(pause=lambda attempt: attempts.append(attempt) or 0.05) as consumer:
             await_that(lambda: bool(consumer.meter.lags()))
             begin()
@@ -129,9 +113,9 @@ def test_a_stop_during_an_outage_commits_nothing_and_loses_nothing(
 
 
 @contextmanager
-def outage_later(postgres: EmbeddedPostgres, door: Door) -> Iterator[Callable[[], Any]]:
+def outage_later(door: Door) -> Iterator[Callable[[], Any]]:
     """An outage that begins when asked for, and ends with the block."""
-    running = outage(postgres, door.database_url)
+    running = unreachable(door.database_url)
     yield running.__enter__
     running.__exit__(None, None, None)
 
