@@ -34,7 +34,7 @@ from service.ingest.messages import Message, Partition, topics_of
 from service.ingest.writer import Writer
 from service.settings import KafkaSettings, Limits
 from yoro.broker import EmbeddedBroker
-from yoro.demo.run import free_port
+from yoro.ports import free_port
 
 BATCH = 500
 LIMITS = Limits()

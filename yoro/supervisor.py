@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from service.database.embedded import EmbeddedPostgres, end_recorded, identity
 from service.errors import Conflict, Unavailable
 from service.settings import Settings
 from yoro.broker import EmbeddedBroker
+from yoro.ports import check_port
 
 STOP_SECONDS = 60.0
 """Time a child has to finish what it holds before it is killed."""
@@ -83,7 +83,7 @@ class Up:
         data = self.settings.data
         data.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(data)
-        _check_port(self.host, self.port)
+        check_port(self.host, self.port)
         for record in sorted((data / "processes").glob("*.json")):
             if end_recorded(record, signal.SIGTERM):
                 self.log(f"ended a leftover of an earlier run: {record.stem}")
@@ -260,15 +260,6 @@ def lock_folder(data: Path) -> IO[str]:
         lock.close()
         raise Conflict(f"Another `yoro up` runs in {data}", code="folder_in_use") from error
     return lock
-
-
-def _check_port(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise Conflict(f"Port {port} on {host} is taken: choose another with --port") from error
 
 
 def _write_private(path: Path, text: str) -> None:

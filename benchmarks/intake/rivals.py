@@ -8,7 +8,6 @@ in the database; what a server still holds when the load ends is waited for, and
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from benchmarks.intake.otlp_body import SPAN_PLACE, TRACE_PLACE
 from benchmarks.intake.servers import Installation, Process, running, start, start_api
 from benchmarks.intake.wrk import load_batches, load_binary
 from benchmarks.report import Report
+from yoro.ports import free_port
 
 VENVS = Path(__file__).parents[1] / ".venvs"
 CONNECTIONS, BATCH, SETTLED_SECONDS = 16, 100, 15.0
@@ -142,8 +142,8 @@ def _started(rival: Rival, where: Installation, folder: str) -> Process:
         connection.execute(text(f"CREATE DATABASE {rival.name}"))
     values = {
         "database": where.postgres.url(rival.name).partition("://")[2],
-        "port": str(_free_port()),
-        "other_port": str(_free_port()),
+        "port": str(free_port()),
+        "other_port": str(free_port()),
         "folder": folder,
     }
     program, *arguments = (part.format(**values) for part in rival.command)
@@ -152,12 +152,6 @@ def _started(rival: Rival, where: Installation, folder: str) -> Process:
     environment["PATH"] = f"{_bin(rival)}{os.pathsep}{os.environ['PATH']}"
     command = [str(_bin(rival) / program), *arguments]
     return start(command, f"http://127.0.0.1:{values['port']}", rival.ready, environment, folder)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _install(rival: Rival) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from yoro import Client
+from yoro.ports import free_port
 
 READY_SECONDS = 90.0
 
@@ -66,9 +66,7 @@ class Installation:
 
 def start(data: Path, model_root: Path, *options: str) -> Installation:
     """Start `yoro up` on a free port and wait until it says that it is up."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"YORO_MODEL_ROOT": str(model_root), "OMP_NUM_THREADS": "1"}
     log = data.with_suffix(".log")
     with log.open("wb") as out:

@@ -17,7 +17,7 @@ from tests.documents import grade, trace
 from tests.end_to_end import installation
 from tests.end_to_end.installation import Installation, all_gone, await_that
 from tests.faults.worker_process import tiny_model_root
-from yoro.demo.run import free_port
+from yoro.ports import free_port
 
 SETTINGS: dict[str, Any] = {
     "adapter": {"rank": 4},

@@ -5,7 +5,6 @@ Started through a fork server that has torch loaded already, so that a restart c
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from service.database import engine as database
 from service.database.engine import transaction
 from service.settings import Settings
 from tests import training_ground
+from yoro.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def start(settings: Settings, fault: Fault, until_head: int) -> BaseProcess:
 
 def start_ranks(settings: Settings, faults: Sequence[Fault], until_head: int) -> list[BaseProcess]:
     """Start one worker of several processes, each with its own fault."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         _started(_work_as_rank, settings, fault, until_head, Place(rank, len(faults), port))
         for rank, fault in enumerate(faults)

@@ -1,6 +1,5 @@
 """Two gloo processes make the gradient of one, whatever the plan, and agree on what went wrong."""
 
-import socket
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.trainer.test_step import Memory
 from trainer.checkpoint import save_adapter
 from trainer.policy import PolicyModel, load_policy
 from trainer.ranks import joined
+from yoro.ports import free_port
 
 CASES: dict[str, dict[str, Any]] = {
     "gated": {"gate_delta": 0.15, "reference_kl": 0.2},
@@ -80,9 +80,7 @@ def made(
     policy = loaded(tiny_source)
     shake(policy, seed=8)
     save_adapter(policy, version, "tiny", None)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks: list[BaseProcess] = [
         context().Process(target=be_rank, args=(Place(rank, 2, port), tiny_source, version, out), daemon=True)
         for rank in (0, 1)

@@ -10,7 +10,6 @@ adapters pulled and verified. Held-out tasks are never posted. What is printed w
 
 import itertools
 import json
-import socket
 import statistics
 import tempfile
 import threading
@@ -32,6 +31,7 @@ from yoro.demo.grader import LateGrader
 from yoro.demo.screen import Screen
 from yoro.demo.sending import KafkaSender, Sender
 from yoro.demo.tasks import DemoTask
+from yoro.ports import free_port
 from yoro.pull import pull
 from yoro.supervisor import Up, share_cores
 
@@ -217,11 +217,3 @@ def _new_folder() -> Path:
     parent = Path("yoro-data")
     parent.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=time.strftime("demo-%Y%m%d-%H%M%S-"), dir=parent))
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

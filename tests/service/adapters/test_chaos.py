@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import threading
 from collections import Counter
 from pathlib import Path
@@ -29,6 +28,7 @@ from service.settings import Settings
 from tests.service.adapters import chaos_processes as chaos
 from tests.service.adapters.chaos_processes import Killed
 from tests.service.adapters.lineage import NAME, A, make_lineage
+from yoro.ports import free_port
 
 MOVES = int(os.environ.get("YORO_CHAOS_MOVES", "50"))
 SEED = int(os.environ.get("YORO_CHAOS_SEED", "8"))
@@ -43,12 +43,6 @@ def check_folder(folder: Path) -> None:
     assert json.loads((folder / "adapter_config.json").read_text())["v"] == version
     weights = load_file(folder / "adapter_model.safetensors")
     assert np.all(weights[A] == version)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Pollers(threading.Thread):

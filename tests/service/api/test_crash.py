@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,16 +15,11 @@ from service import keys
 from service.database.engine import transaction
 from tests.conftest import MakePolicy
 from tests.documents import trace
+from yoro.ports import free_port
 
 KILLS = 1
 SENDERS = 4
 ANSWERS_BEFORE_KILL = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(port: int, database_url: str, data: Path) -> "subprocess.Popen[bytes]":

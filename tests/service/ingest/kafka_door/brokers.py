@@ -18,16 +18,11 @@ from typing import Protocol
 
 from service.database.embedded import die_with_parent
 from yoro.broker import EmbeddedBroker
+from yoro.ports import free_port
 
 GIVEN = os.environ.get("KAFKA_BOOTSTRAP", "")
 KINDS = ("given",) if GIVEN else ("noida", "tansu")
 _numbers = itertools.count(1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Broker(Protocol):

@@ -28,6 +28,7 @@ from service.ingest.writer import Writer
 from service.settings import KafkaSettings, Limits
 from tests.service.ingest.kafka_door import brokers
 from tests.service.ingest.kafka_door.brokers import Broker
+from yoro.ports import free_port
 
 LIMITS = Limits()
 PARTITIONS = 4
@@ -143,7 +144,7 @@ class Door:
 
     def process(self) -> "Process":
         """Start `yoro consume`."""
-        port, environment = brokers.free_port(), os.environ | self.environment()
+        port, environment = free_port(), os.environ | self.environment()
         command = [sys.executable, "-m", "yoro", "consume", "--metrics-port", str(port)]
         started = Process(subprocess.Popen(command, env=environment), f"http://127.0.0.1:{port}")
         self._processes.append(started.popen)
