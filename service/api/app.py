@@ -100,13 +100,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     settings: Settings = app.state.settings
     sys.setswitchinterval(SWITCH_SECONDS)
     engine = database.connect(settings.database_url, name="api", pool_size=8)
-    _bound_statements(engine, settings.statement_seconds)
+    writing = database.connect(settings.database_url, name="intake", pool_size=settings.writers, by_key=True)
+    for pool in (engine, writing):
+        _bound_statements(pool, settings.statement_seconds)
     directory = Directory(engine, load_functions(settings.mask_functions))
     directory.start()
     pointers = PointerWatch(engine)
     pointers.start()
     writes = GroupCommit(
-        Writer(engine),
+        Writer(writing),
         max_items=settings.limits.queue_items,
         max_bytes=settings.limits.queue_bytes,
         threads=settings.writers,
@@ -128,6 +130,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         writes.close()
+        writing.dispose()
         pointers.close()
         directory.close()
         engine.dispose()

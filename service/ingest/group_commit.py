@@ -2,8 +2,9 @@
 
 A thread takes whatever has queued up while transactions ran and writes it at once, so the cost of
 durability is shared by all that wait; further threads, if configured, fill the time in which a commit
-waits for the disk. Bounded by items and bytes: beyond, callers are refused (503) rather than queued,
-and memory stays flat. Nobody is answered before the commit.
+waits for the disk, but only with as much as is being committed: two that flush one item each would keep
+everybody else waiting for both. Bounded by items and bytes: beyond, callers are refused (503) rather
+than queued, and memory stays flat. Nobody is answered before the commit.
 """
 
 import asyncio
@@ -21,6 +22,9 @@ MAX_ITEMS = 500
 """Items in one transaction, unless one caller brings more."""
 MAX_BYTES = 8 << 20
 """Bytes of documents in one transaction, unless one caller brings more."""
+
+PATIENCE_SECONDS = 0.005
+"""How long items wait for company at most while other threads write."""
 
 HELD = 4
 """Bytes that a waiting item holds for each byte that came: as sent, canonical, by message, features."""
@@ -41,12 +45,22 @@ class _Waiting:
 class GroupCommit:
     """A bounded queue before the writer, drained by a few threads."""
 
-    def __init__(self, writer: Writer, *, max_items: int, max_bytes: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        *,
+        max_items: int,
+        max_bytes: int,
+        threads: int = 1,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
         """Start the threads."""
-        self._writer = writer
+        self._writer, self._patience = writer, patience
         self._max_items, self._max_bytes = max_items, max_bytes
         self._queue: deque[_Waiting] = deque()
         self._items = self._bytes = 0
+        self._in_hand: list[int] = []
+        """Items of each transaction that runs."""
         self._changed = threading.Condition()
         self._closing = False
         self._threads = [
@@ -85,17 +99,28 @@ class GroupCommit:
                 raise Unavailable("Intake is at its limit", code="overloaded")
             self._queue.append(waiting)
             self._items, self._bytes = items, size
-            self._changed.notify()
+            if len(self._queue) == 1 or self._is_due():
+                self._changed.notify()
+
+    def _is_due(self) -> bool:
+        """Whether what waits is worth a transaction of its own beside those that run."""
+        return self._closing or self._items >= min(self._in_hand, default=0)
 
     def _drain(self) -> None:
-        while True:
+        while group := self._next():
+            items = [item for waiting in group for item in waiting.items]
+            self._write(group, items)
             with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                group = self._take()
-            self._write(group)
+                self._in_hand.remove(len(items))
+
+    def _next(self) -> list[_Waiting]:
+        """Wait for a group; none: closing, and all is written."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                self._changed.wait_for(lambda: not self._queue or self._is_due(), self._patience)
+                if self._queue or self._closing:
+                    return self._take()
 
     def _take(self) -> list[_Waiting]:
         group: list[_Waiting] = []
@@ -108,11 +133,12 @@ class GroupCommit:
             group.append(self._queue.popleft())
             self._items -= len(waiting.items)
             self._bytes -= waiting.size * HELD
+        if group:
+            self._in_hand.append(sum(len(waiting.items) for waiting in group))
         telemetry.QUEUE_ITEMS.set(self._items)
         return group
 
-    def _write(self, group: list[_Waiting]) -> None:
-        items = [item for waiting in group for item in waiting.items]
+    def _write(self, group: list[_Waiting], items: list[Item]) -> None:
         telemetry.WRITE_ITEMS.observe(len(items))
         try:
             with telemetry.WRITE_SECONDS.time():

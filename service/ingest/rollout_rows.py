@@ -4,7 +4,7 @@ Must run inside the writer's transaction. Invariant: a trace's columns are set o
 whose `arrival` the row keeps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, cast
@@ -38,10 +38,7 @@ _COLUMNS = ("policy_id", "trace_id", *_ARRIVING, *_DOCUMENTS)
 _SELECTED = [
     "string_to_array(verdict_reasons, ',')" if name == "verdict_reasons" else name for name in _ARRIVING
 ]
-_KEPT = [
-    f"{name} = CASE WHEN r.arrival IS NULL THEN excluded.{name} ELSE r.{name} END"
-    for name in (*_ARRIVING, "received_at")
-]
+_BROUGHT = [f"{name} = excluded.{name}" for name in (*_ARRIVING, "received_at")]
 _ARRAYS = [
     "CAST(:policy_id AS bigint[])", "CAST(:trace_id AS text[])",
     *(f"CAST(:{name} AS {kind}[])" for name, (kind, _) in _ARRIVING.items()),
@@ -61,7 +58,9 @@ WITH new AS MATERIALIZED (
                       AND e.digest = erasure_digest_v1(new.policy_id, new.trace_id))
     -- every writer locks registry rows in this order
     ORDER BY policy_id, trace_id
-    ON CONFLICT (policy_id, trace_id) DO UPDATE SET {", ".join(_KEPT)}
+    -- a row for which the condition does not hold is locked all the same, but neither written nor returned
+    ON CONFLICT (policy_id, trace_id) DO UPDATE SET {", ".join(_BROUGHT)}
+        WHERE r.arrival IS NULL AND excluded.arrival IS NOT NULL
     RETURNING id, policy_id, trace_id, arrival, canonicaliser, fingerprint, verdict, verdict_reasons, state,
               reason, xmax = 0 AS inserted, clock_timestamp() AS now
 ), accepted AS (
@@ -79,6 +78,14 @@ SELECT id, policy_id, trace_id, arrival, state, reason, inserted, now,
        canonicaliser, fingerprint, verdict, verdict_reasons
 FROM registered
 """)  # noqa: S608 - column names are ours
+
+# What the statement before locked and left as it was; a statement of its own sees what its lock waited for.
+_LOCKED = text("""
+SELECT r.id, r.policy_id, r.trace_id, r.arrival, r.state, r.reason, false, clock_timestamp(),
+       r.canonicaliser, r.fingerprint, r.verdict, r.verdict_reasons
+FROM unnest(CAST(:policy_id AS bigint[]), CAST(:trace_id AS text[])) AS left_out (policy_id, trace_id)
+JOIN rollouts r USING (policy_id, trace_id)
+""")
 
 _VERSIONS = text("""
 SELECT v.policy_id, v.version, v.depth, v.adapter_sha256
@@ -126,7 +133,10 @@ def register(
             first[key] = item
     _look_up(connection, [item for item in first.values() if isinstance(item, NewRollout)], known)
     rows = [_row(item, known) for item in first.values()]
-    found = connection.execute(_REGISTER, _encoded(rows))
+    found = list(connection.execute(_REGISTER, _encoded(rows)))
+    left = first.keys() - {(row[1], row[2]) for row in found}
+    if left:
+        found += connection.execute(_LOCKED, _keys(left))
     return {(row[1], row[2]): _registered(row, first[row[1], row[2]]) for row in found}
 
 
@@ -194,10 +204,14 @@ def _row(item: NewRollout | NewGrade, known: KnownVersions) -> dict[str, Any]:
     }
 
 
-def _encoded(rows: list[dict[str, Any]]) -> dict[str, arrays.Array]:
-    encoded = {
-        "policy_id": arrays.bigints(row["policy_id"] for row in rows),
-        "trace_id": arrays.texts(row["trace_id"] for row in rows),
+def _keys(keys: Collection[Key]) -> dict[str, arrays.Array]:
+    return {
+        "policy_id": arrays.bigints(policy for policy, _ in keys),
+        "trace_id": arrays.texts(trace for _, trace in keys),
     }
+
+
+def _encoded(rows: list[dict[str, Any]]) -> dict[str, arrays.Array]:
+    encoded = _keys([(row["policy_id"], row["trace_id"]) for row in rows])
     encoded |= {name: encode([row[name] for row in rows]) for name, (_, encode) in _ARRIVING.items()}
     return encoded | {name: arrays.byteas([row[name] for row in rows]) for name in _DOCUMENTS}

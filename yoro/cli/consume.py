@@ -46,7 +46,7 @@ def consume(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     kafka, limits = settings.kafka, settings.limits
     found = topics_of(kafka)
-    engine = database.connect(settings.database_url, name="consumer")
+    engine = database.connect(settings.database_url, name="consumer", by_key=True)
     directory = Directory(engine, load_functions(settings.mask_functions))
     directory.start()
     meter = consumer_lag.LagMeter(kafka.oldest_seconds)

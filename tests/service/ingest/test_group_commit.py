@@ -32,6 +32,14 @@ class Gate:
         self._open.set()
 
 
+class FirstHeld(Gate):
+    """Holds the first transaction alone."""
+
+    def __call__(self) -> None:
+        if not self.held.is_set():
+            super().__call__()
+
+
 def one(policy: int) -> list[Item]:
     return [new_trace(policy, trace())]
 
@@ -70,6 +78,38 @@ def test_beyond_items_or_bytes_callers_are_refused_and_the_rest_is_written(
     writes.submit(one(policy), size).result(30)
     writes.close()
     assert stored(engine) == 5
+
+
+def test_a_second_transaction_waits_until_it_is_as_large_as_the_first(
+    engine: Engine, make_policy: MakePolicy
+) -> None:
+    policy, gate = make_policy().id, FirstHeld()
+    writer = Writer(engine, before_commit=gate)
+    writes = GroupCommit(writer, max_items=10, max_bytes=1000, threads=2, patience=60.0)
+    first = writes.submit(one(policy) + one(policy), 1)
+    assert gate.held.wait(30)
+    others = [writes.submit(one(policy), 1) for _ in range(2)]
+    assert all(isinstance(future.result(30)[0], TraceAccepted) for future in others)
+    assert not first.done()
+    gate.open()
+    assert len(first.result(30)) == 2
+    writes.close()
+    with transaction(engine) as connection:
+        found = connection.execute(text("SELECT count(DISTINCT xmin::text) FROM rollouts")).scalar_one()
+    assert found == 2, "the two that came one by one share a transaction"
+
+
+def test_what_finds_no_company_is_written_beside_a_transaction_that_hangs(
+    engine: Engine, make_policy: MakePolicy
+) -> None:
+    policy, gate = make_policy().id, FirstHeld()
+    writes = GroupCommit(Writer(engine, before_commit=gate), max_items=10, max_bytes=1000, threads=2)
+    first = writes.submit(one(policy) + one(policy), 1)
+    assert gate.held.wait(30)
+    assert isinstance(writes.submit(one(policy), 1).result(30)[0], TraceAccepted)
+    assert not first.done()
+    gate.open()
+    writes.close()
 
 
 def test_a_single_caller_beyond_the_bound_is_still_served(engine: Engine, make_policy: MakePolicy) -> None:
