@@ -12,8 +12,8 @@ the time is TRL's: three quarters of an hour on two cores, half of that with `--
 - *TRL*: GRPOTrainer's update, given the same token ids (trl_arm.py says what is timed), in its own default
   micro-batch of 8. It is installed into benchmarks/.venvs/trl on the first run, over this project's own
   packages: same torch, transformers and PEFT.
-- *fastest*: the same in the micro-batch that is fastest on a quarter of the rollouts, which a user would have to
-  find first; shown, not judged.
+- *fastest*: the same in the micro-batch that is fastest on a quarter of the rollouts, which a user would have
+  to find first; shown, not judged.
 - *bare*: forward and backward of the same model over the same micro-batches, with the model's own output
   layer at the scored positions and a mean cross-entropy, since without a loss there is no backward. The
   decoder without any output layer is shown beside it, not judged.

@@ -78,8 +78,9 @@ def test_a_statement_that_takes_too_long_is_ended(api: Api, engine: Engine, make
         connection.execute(text(f"ALTER DATABASE {engine.url.database} SET statement_timeout = '100ms'"))
     with engine.connect() as holder:
         holder.execute(text("LOCK TABLE rollout_documents IN ACCESS EXCLUSIVE MODE"))
-        api.client.app.state.context.engine.dispose()  # type: ignore[attr-defined]
-        with api.client.app.state.context.engine.connect() as bounded:  # type: ignore[attr-defined]
+        writing = api.client.app.state.context.writes._writer.engine  # type: ignore[attr-defined]
+        writing.dispose()
+        with writing.connect() as bounded:
             assert bounded.execute(text("SHOW statement_timeout")).scalar_one() == "30s"
             bounded.execute(text("SET statement_timeout = '100ms'"))
             bounded.commit()

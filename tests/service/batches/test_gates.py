@@ -11,7 +11,6 @@ from service.database import policies
 from service.database.engine import transaction
 from service.ingest.writer import Writer
 from service.schemas import GradeAccepted
-from tests.databases import await_blocked
 from tests.service.batches.ground import make_ground
 
 
@@ -69,17 +68,24 @@ def test_a_change_that_no_gate_reads_evaluates_nothing_again(engine: Engine) -> 
 
 
 def test_a_writer_that_raced_with_a_rule_change_is_put_right(engine: Engine) -> None:
-    """It evaluates under the old rule, waits for the change to commit, and commits after it, unseen."""
+    """It evaluates under the old rule, and commits after the change, which passed by the row it holds."""
     ground = make_ground(engine)
     ground.trace("t")
     ground.grade("t", 0.0, "a")
     new = ground.new_grade("t", 1.0, "b")
-    racing = threading.Thread(target=Writer(engine).write, args=([new],))
+    evaluated, changed = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        evaluated.set()
+        assert changed.wait(30)
+
+    racing = threading.Thread(target=Writer(engine, before_commit=hold).write, args=([new],))
+    racing.start()
+    assert evaluated.wait(30)
     with transaction(engine) as connection:
         policies.revise(connection, ground.policy_id, {"reward": {"rule": "min"}})
-        racing.start()
-        await_blocked(engine)
         gates.evaluate_policy(connection, ground.policy_id)
+    changed.set()
     racing.join(30)
     assert ground.reward("t") == 0.5, "it was evaluated under the old rule"
     with transaction(engine) as connection:
