@@ -43,6 +43,8 @@ class Objective(Document):
     reference_kl: NonNegative = 1e-3
     """Coefficient against version 0; 0 switches the reference pass off."""
     reference_kl_estimator: Literal["k2", "k3", "k1_in_reward"] = "k2"
+    turn_weight: NonNegative = 0.0
+    """Weight of what graders say of single turns, beside the rollout's own reward; 0: it changes nothing."""
 
 
 class Optimizer(Document):

@@ -30,6 +30,23 @@ def rollout_metrics(rewards: Sequence[float], advantages: Sequence[float]) -> di
     }
 
 
+def turn_metrics(members: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> dict[str, float]:
+    """Of members with turns: their terms by message, and their tokens' messages. Nothing without any.
+
+    `turns/without_tokens` counts terms that reach no token, such as those of a message that was cut off.
+    """
+    terms = [
+        (abs(term), turn in set(messages)) for turns, messages in members for turn, term in turns.items()
+    ]
+    if not terms:
+        return {}
+    return {
+        "turns/graded": float(len(terms)),
+        "turns/without_tokens": float(sum(not reached for _, reached in terms)),
+        "turns/absmean": sum(term for term, _ in terms) / len(terms),
+    }
+
+
 def token_metrics(tokens: Tokens, entropy: torch.Tensor, settings: Objective) -> dict[str, float]:
     """Divergence from sampler and reference, importance ratios and entropy; `tokens` detached.
 

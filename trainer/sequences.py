@@ -28,13 +28,15 @@ class Row:
     """One token sequence, [T] each.
 
     `input_ids` int64; `loss_mask` bool, True: sampled by the policy; `sampler_logprobs` float32,
-    NaN: not known; `temperature` float32, of the call that sampled the token, 1 elsewhere.
+    NaN: not known; `temperature` float32, of the call that sampled the token, 1 elsewhere; `messages`
+    int64, index of the message that the sampled token is of, -1: of none that is known; None: all so.
     """
 
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     sampler_logprobs: torch.Tensor
     temperature: torch.Tensor
+    messages: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,18 @@ class RolloutRows:
     notes: tuple[str, ...]
     policy_tokens: int
     versions: tuple[int, ...]
+
+    def token_messages(self) -> list[int]:
+        """Message index of each policy token, in the order of the rows; -1 where it is not known."""
+        return [
+            message
+            for row in self.rows
+            for message in (
+                [-1] * int(row.loss_mask.sum())
+                if row.messages is None
+                else row.messages[row.loss_mask].tolist()
+            )
+        ]
 
 
 class _UntrainableError(Exception):
@@ -67,8 +81,9 @@ class _Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One call: what the policy read, what it sampled, and how."""
+    """One call: what the policy read, what it sampled, in which message, and how."""
 
+    message: int
     prompt: list[int]
     completion: list[int]
     logprobs: list[float] | None
@@ -131,7 +146,7 @@ def _message_samplings(
 
 
 def _text_piece(turn: Turn, sampling: _Sampling) -> _Piece:
-    return _Piece(turn.prompt, turn.completion, None, sampling)
+    return _Piece(turn.message_index, turn.prompt, turn.completion, None, sampling)
 
 
 def _evident_piece(
@@ -148,7 +163,7 @@ def _evident_piece(
     logprobs, defect = _usable_logprobs(call, len(completion), sampling)
     if defect:
         _note(notes, f"logprobs_recomputed: {defect}")
-    return _Piece(prompt, completion, logprobs, sampling)
+    return _Piece(call.get("message_index", -1), prompt, completion, logprobs, sampling)
 
 
 def _usable_logprobs(
@@ -240,16 +255,17 @@ def _row(piece: _Piece, skip: int) -> Row:
         torch.tensor([False] * read + [True] * sampled),
         torch.tensor([nan] * read + logprobs, dtype=torch.float32),
         torch.tensor([1.0] * read + [piece.sampling.temperature] * sampled, dtype=torch.float32),
+        torch.tensor([-1] * read + [piece.message] * sampled, dtype=torch.int64),
     )
 
 
 def _joined(first: Row, second: Row) -> Row:
-    return Row(
-        torch.cat([first.input_ids, second.input_ids]),
-        torch.cat([first.loss_mask, second.loss_mask]),
-        torch.cat([first.sampler_logprobs, second.sampler_logprobs]),
-        torch.cat([first.temperature, second.temperature]),
-    )
+    return Row(*map(torch.cat, zip(_columns(first), _columns(second), strict=True)))
+
+
+def _columns(row: Row) -> tuple[torch.Tensor, ...]:
+    assert row.messages is not None, "every row made here has them"
+    return row.input_ids, row.loss_mask, row.sampler_logprobs, row.temperature, row.messages
 
 
 def _fit(rows: Sequence[Row], settings: Sequences, notes: list[str]) -> list[Row]:
@@ -263,12 +279,7 @@ def _fit(rows: Sequence[Row], settings: Sequences, notes: list[str]) -> list[Row
 
 
 def _last(row: Row, limit: int) -> Row:
-    return Row(
-        row.input_ids[-limit:],
-        row.loss_mask[-limit:],
-        row.sampler_logprobs[-limit:],
-        row.temperature[-limit:],
-    )
+    return Row(*(column[-limit:] for column in _columns(row)))
 
 
 def _predictable(row: Row) -> Row:

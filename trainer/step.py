@@ -11,7 +11,7 @@ inputs, threads and budget, same bits.
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -35,13 +35,28 @@ NO_SIGNAL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class TrainingRollout:
-    """A member of the batch. `version_is_head`: all of it was sampled by the adapter being trained."""
+    """A member of the batch. `version_is_head`: all of it was sampled by the adapter being trained.
+
+    `turns` is what the tokens of a message have beside the rollout's advantage, by the message's index.
+    """
 
     rollout_id: int
     rows: RolloutRows
     advantage: float
     reward: float
     version_is_head: bool
+    turns: Mapping[int, float] = field(default_factory=dict)
+
+    def advantages(self) -> list[float]:
+        """[T_i], of each policy token, in the order of the rows."""
+        if not self.turns:
+            return [self.advantage] * self.rows.policy_tokens
+        return [self.advantage + self.turns.get(m, 0.0) for m in self.rows.token_messages()]
+
+    @property
+    def silent(self) -> bool:
+        """Whether it says nothing: no policy token has an advantage."""
+        return all(abs(a) < NO_SIGNAL for a in set(self.advantages()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ def train_batch(
     outcome: Outcome | None = None
     if not members:
         outcome = "none_trainable"
-    elif all(abs(r.advantage) < NO_SIGNAL for r in members):
+    elif all(r.silent for r in members):
         outcome = "no_signal"
     if outcome is not None:
         return StepResult(outcome, (), policy_tokens, _batch_metrics(batch, members))
@@ -121,7 +136,7 @@ def _batch_metrics(batch: TrainingBatch, members: Sequence[TrainingRollout]) -> 
     }
     if everyone:
         figures |= metrics.rollout_metrics([r.reward for r in everyone], [r.advantage for r in everyone])
-    return figures
+    return figures | metrics.turn_metrics([(r.turns, r.rows.token_messages()) for r in members if r.turns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +186,7 @@ class _Run:
         outcome: Outcome = "stepped"
         if not any(kept.values()):
             outcome = "all_gated_out"
-        elif all(abs(m.advantage) < NO_SIGNAL for i, m in enumerate(self.members) if kept[i]):
+        elif all(m.silent for i, m in enumerate(self.members) if kept[i]):
             outcome = "no_signal"
         if outcome == "stepped" and self.stepping:
             self.ranks.sum_gradients(self.policy.parameters())
@@ -228,7 +243,7 @@ class _Run:
 
     def token_advantages(self, scores: Sequence[Scores], budget: int) -> list[torch.Tensor]:
         """Each rollout's advantage at each of its tokens, with k1's share where it is in use."""
-        plain = [torch.full_like(s.sampler, r.advantage) for s, r in zip(scores, self.members, strict=True)]
+        plain = [s.sampler.new_tensor(r.advantages()) for s, r in zip(scores, self.members, strict=True)]
         use = self.settings.objective
         references = [s.reference for s in scores if s.reference is not None]
         if use.reference_kl_estimator != "k1_in_reward" or not references:

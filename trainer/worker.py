@@ -249,6 +249,7 @@ class _Versions:
 
 def training_batch(batch: ClaimedBatch, rows: dict[int, RolloutRows]) -> TrainingBatch:
     """Return the batch as the step takes it; the denominators are those of the claim."""
+    weight = batch.settings.objective.turn_weight
     members = [
         TrainingRollout(
             rollout_id=member.rollout_id,
@@ -256,6 +257,7 @@ def training_batch(batch: ClaimedBatch, rows: dict[int, RolloutRows]) -> Trainin
             advantage=member.advantage,
             reward=member.reward,
             version_is_head=member.version == batch.head.version,
+            turns={turn: weight * advantage for turn, advantage in member.turns.items()},
         )
         for member in batch.members
     ]

@@ -15,11 +15,12 @@ from sqlalchemy import Connection, text
 from service.baselines.estimators import Baselines
 from service.baselines.features import Task
 from service.baselines.selection import Selection
-from service.batches import choices, history
+from service.batches import choices, history, turns
 from service.batches.choices import Formed
 from service.batches.history import Rewarded
 from service.batches.locks import ASSEMBLY, try_lock
 from service.batches.outlook import Outlook
+from service.batches.turns import GradedTurn
 from service.policies import PolicySettings
 
 NEIGHBOURS_KEPT = 16
@@ -93,7 +94,12 @@ def assemble(
     past = history.load(connection, _window(connection, view, view.candidates), encoder, known)
     state = choices.load(connection, view.policy_id)
     made = estimate(view.settings, state, members, past)
-    batch_id, number = _store(connection, view, members, past, made)
+    graded: list[GradedTurn] = []
+    if view.settings.objective.turn_weight:
+        estimator = choices.estimator(view.settings.baseline, state, len(past.ids))
+        graded = turns.compared(connection, members, estimator, encoder)
+    batch_id, number = _store(connection, view, members, past, made, graded=graded)
+    turns.store(connection, batch_id, graded)
     return Formed(batch_id, view.policy_id, number, members, past, state)
 
 
@@ -120,12 +126,19 @@ def _window(connection: Connection, view: Outlook, members: Sequence[int]) -> li
 
 
 def _store(
-    connection: Connection, view: Outlook, members: Rewarded, past: Rewarded, made: Baselines
+    connection: Connection,
+    view: Outlook,
+    members: Rewarded,
+    past: Rewarded,
+    made: Baselines,
+    *,
+    graded: Sequence[GradedTurn],
 ) -> tuple[int, int]:
     """Insert batch and members; return the batch's id and number."""
     rewards = members.scored.rewards
     advantages = rewards - made.values
-    silent = bool(np.all(np.abs(advantages) < NO_SIGNAL))
+    terms = view.settings.objective.turn_weight * np.array([turn.advantage or 0.0 for turn in graded])
+    silent = bool(np.all(np.abs([*advantages, *terms]) < NO_SIGNAL))
     number: int = connection.execute(_NEXT_NUMBER, {"policy": view.policy_id}).scalar_one()
     batch_id: int = connection.execute(
         _NEW_BATCH,

@@ -30,7 +30,9 @@ ORDER BY b.number LIMIT 1 FOR UPDATE OF b
 
 _MEMBERS = text("""
 SELECT m.rollout_id, m.reward, m.advantage, r.version, r.depth, d.normalised,
-       r.erased_at IS NOT NULL AS erased
+       r.erased_at IS NOT NULL AS erased,
+       (SELECT json_object_agg(t.turn, t.advantage) FROM batch_turns t
+        WHERE t.batch_id = m.batch_id AND t.rollout_id = m.rollout_id AND t.advantage IS NOT NULL) AS turns
 FROM batch_members m
 JOIN rollouts r ON r.id = m.rollout_id
 LEFT JOIN rollout_documents d ON d.rollout_id = m.rollout_id
@@ -65,6 +67,8 @@ class ClaimedMember:
     version: int
     depth: int
     document: dict[str, Any]
+    turns: dict[int, float] = field(default_factory=dict)
+    """r_it − b_it of its graded turns, by message index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +172,8 @@ def _mean_tokens(connection: Connection, policy_id: int, settings: PolicySetting
 
 def _member(row: Any) -> ClaimedMember:
     document = read_document(row.normalised)
-    return ClaimedMember(row.rollout_id, row.reward, row.advantage, row.version, row.depth, document)
+    turns = {int(turn): advantage for turn, advantage in (row.turns or {}).items()}
+    return ClaimedMember(row.rollout_id, row.reward, row.advantage, row.version, row.depth, document, turns)
 
 
 def _versions(member: ClaimedMember) -> set[int]:

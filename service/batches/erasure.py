@@ -7,12 +7,15 @@ version that is tainted at birth (outcomes.py); versions trained on it, and thos
 tainted. Versions whose baselines it merely informed are not: its reward moved a number there, no text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, Row, text
 
+from service.baselines.turns import features_before, text_digest
 from service.batches import outcomes
 from service.batches.locks import hold_lineage
+from service.database.documents import read_document
 from service.errors import NotFound
 
 _FIND = text("""
@@ -48,8 +51,10 @@ _WORDS_OF_GRADES = text(
     "UPDATE grades SET comment = NULL, criteria = NULL WHERE rollout_id = :id"
     " AND (comment IS NOT NULL OR criteria IS NOT NULL)"
 )
-_DOCUMENT = text("DELETE FROM rollout_documents WHERE rollout_id = :id")
+_DOCUMENT = text("DELETE FROM rollout_documents WHERE rollout_id = :id RETURNING normalised")
 _FEATURES = text("DELETE FROM rollout_features WHERE rollout_id = :id RETURNING text_digest")
+
+_GRADED_TURNS = text("SELECT DISTINCT turn FROM grades WHERE rollout_id = :id AND turn IS NOT NULL")
 
 # The features' table has no index on the digest: it is read through only if a vector is there at all.
 _EMBEDDINGS = text("""
@@ -144,9 +149,16 @@ def _erase_rollout(connection: Connection, policy_id: int, found: Row[tuple[int,
     for batch in batches:
         outcomes.dissolve(connection, batch.id, "member_erased")
     connection.execute(_WORDS_OF_GRADES, rollout)
-    connection.execute(_DOCUMENT, rollout)
-    for digest in connection.execute(_FEATURES, rollout).scalars().all():
+    turns = _turn_digests(connection, found.id, connection.execute(_DOCUMENT, rollout).scalars().all())
+    for digest in [*connection.execute(_FEATURES, rollout).scalars().all(), *turns]:
         connection.execute(_EMBEDDINGS, {"digest": digest})
     versions = trained_on(connection, [found.id])
     tainted = taint(connection, policy_id, versions, f"erased rollout {found.id}")
     return Erased(tainted, [batch.number for batch in batches])
+
+
+def _turn_digests(connection: Connection, rollout: int, documents: Sequence[bytes]) -> list[bytes]:
+    """Digests of the texts that graded turns were embedded by; another rollout's turn embeds its again."""
+    turns = connection.execute(_GRADED_TURNS, {"id": rollout}).scalars().all()
+    read = [read_document(stored) for stored in documents] if turns else []
+    return [text_digest(features_before(document, turn)) for document in read for turn in turns]

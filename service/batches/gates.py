@@ -7,9 +7,10 @@
 Must run inside the caller's transaction. Invariants: a rollout whose trace has come is in exactly one
 state with its reason; no reward is invented (no counting grade -> null, never 0); batched and trained
 rollouts are not touched (grades that come then are late). Only grades named `overall` without a turn
-make the reward; others are kept for insight. Each evaluation notes the policy's *gate epoch*: whatever
-changes what counts (rule, quarantine, rewind) raises it, and what was evaluated before, by a writer
-that raced with the change too, is found by its older epoch and evaluated again.
+make the reward; others are kept for insight, and turns.py reads those of turns. Each evaluation notes
+the policy's *gate epoch*: whatever changes what counts (rule, quarantine, rewind) raises it, and what
+was evaluated before, by a writer that raced with the change too, is found by its older epoch and
+evaluated again.
 """
 
 from collections.abc import Sequence

@@ -52,7 +52,9 @@ UNION
 SELECT 'quarantined grader ' || g.grader
 FROM batch_members m
 JOIN rollouts r ON r.id = m.rollout_id
-JOIN grades g ON g.id = ANY(r.reward_grades)
+JOIN grades g ON g.rollout_id = r.id AND (g.id = ANY(r.reward_grades) OR EXISTS (
+    SELECT FROM batch_turns t WHERE t.batch_id = m.batch_id AND t.rollout_id = r.id
+      AND t.advantage IS NOT NULL AND g.id = ANY(t.grade_ids)))
 JOIN grader_quarantines q ON q.policy_id = r.policy_id AND q.grader = g.grader AND q.lifted_at IS NULL
     AND (q.since IS NULL OR coalesce(g.graded_at, g.received_at) >= q.since)
 WHERE m.batch_id = :batch AND m.live

@@ -38,7 +38,9 @@ WHERE policy_id = :policy AND lifted_at IS NULL ORDER BY grader
 _RESTING = text("""
 SELECT DISTINCT r.id FROM grades g JOIN rollouts r ON r.id = g.rollout_id
 WHERE r.policy_id = :policy AND r.state IN ('batched', 'trained') AND g.grader = :grader
-  AND g.id = ANY(r.reward_grades)
+  AND (g.id = ANY(r.reward_grades) OR EXISTS (
+      SELECT FROM batch_turns t JOIN batch_members m USING (batch_id, rollout_id)
+      WHERE t.rollout_id = r.id AND m.live AND t.advantage IS NOT NULL AND g.id = ANY(t.grade_ids)))
   AND (CAST(:since AS timestamptz) IS NULL OR coalesce(g.graded_at, g.received_at) >= :since)
 ORDER BY r.id
 """)

@@ -7,7 +7,7 @@ uses them, so no lock is held while a model runs.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -17,10 +17,11 @@ from sqlalchemy import Connection, Engine, text
 
 from service import telemetry
 from service.baselines.features import Task
-from service.batches import alerts, assembly, choices, counts, expiry, gates, guards, history, overload
+from service.batches import alerts, assembly, choices, counts, expiry, gates, guards, history, overload, turns
 from service.batches.choices import Formed
 from service.batches.locks import ASSEMBLY, try_lock
 from service.batches.outlook import Outlook, outlook
+from service.batches.turns import MissingText
 from service.database.engine import transaction
 from service.errors import Unavailable
 
@@ -147,9 +148,12 @@ class Scheduler:
             needed = [] if view.blocked_by else assembly.needed_rollouts(connection, view)
             new = [rollout for rollout in needed if rollout not in known]
             missing = history.missing_texts(connection, new, self._encoder.name) if new else {}
+            with_turns = view.candidates if needed and view.settings.objective.turn_weight else []
+            said = turns.missing_texts(connection, with_turns, self._encoder.name) if with_turns else {}
         if view.blocked_by:
             return None
         self._embed(new, missing)
+        self._embed_turns(said)
         return self._assemble(view, known)
 
     def _assemble(self, view: Outlook, known: dict[int, Task]) -> Formed | None:
@@ -166,13 +170,17 @@ class Scheduler:
         return formed
 
     def _embed(self, rollouts: Sequence[int], missing: dict[bytes, str]) -> None:
-        if not missing:
-            return
-        vectors = self._encoder.encode(list(missing.values())).astype("<f4")
-        with transaction(self._engine) as connection:
-            history.remember(
-                connection,
-                rollouts,
-                self._encoder.name,
-                {digest: vector.tobytes() for digest, vector in zip(missing, vectors, strict=True)},
-            )
+        if missing:
+            vectors = self._encoded(missing)
+            with transaction(self._engine) as connection:
+                history.remember(connection, rollouts, self._encoder.name, vectors)
+
+    def _embed_turns(self, missing: dict[bytes, MissingText]) -> None:
+        if missing:
+            vectors = self._encoded({digest: said.text for digest, said in missing.items()})
+            with transaction(self._engine) as connection:
+                turns.remember(connection, self._encoder.name, missing, vectors)
+
+    def _encoded(self, texts: Mapping[bytes, str]) -> dict[bytes, bytes]:
+        rows = self._encoder.encode(list(texts.values())).astype("<f4")
+        return {digest: row.tobytes() for digest, row in zip(texts, rows, strict=True)}

@@ -43,7 +43,9 @@ _GRADES = text("SELECT * FROM grades WHERE rollout_id = :id ORDER BY id")
 
 _BATCHES = text("""
 SELECT b.number, b.state, b.outcome, b.estimator, b.created_at, b.ended_at, m.position, m.reward, m.baseline,
-       m.advantage, m.neighbours, m.neighbours_left_out, m.verdict, m.reason, m.live, v.version, v.tainted
+       m.advantage, m.neighbours, m.neighbours_left_out, m.verdict, m.reason, m.live, v.version, v.tainted,
+       (SELECT json_agg(t ORDER BY t.turn) FROM batch_turns t
+        WHERE t.batch_id = m.batch_id AND t.rollout_id = m.rollout_id) AS turns
 FROM batch_members m JOIN batches b ON b.id = m.batch_id
 LEFT JOIN policy_versions v ON v.batch_id = b.id
 WHERE m.rollout_id = :id ORDER BY b.number
@@ -65,6 +67,9 @@ CROSS JOIN LATERAL (
     ORDER BY r.received_at DESC, r.id DESC LIMIT :limit) AS r
 ORDER BY r.received_at DESC, r.id DESC LIMIT :limit
 """)  # noqa: S608 - our own expressions
+
+
+_TURN = ("turn", "reward", "baseline", "advantage", "note")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,10 @@ def _reward(row: Any) -> dict[str, Any] | None:
 
 def _grade(grade: Any, row: Any, batches: Any) -> dict[str, Any]:
     held = [batch.created_at for batch in batches if batch.live]
-    used = grade.id in (row.reward_grades or ())
+    of_turns = {
+        id_ for batch in batches if batch.live for turn in batch.turns or () for id_ in turn["grade_ids"]
+    }
+    used = grade.id in (row.reward_grades or ()) or grade.id in of_turns
     return {
         "grader": grade.grader, "name": grade.name, "turn": grade.turn, "value": grade.value,
         "sent_value": grade.sent_value, "void": grade.value is None, "grader_version": grade.grader_version,
@@ -176,6 +184,7 @@ def _batch(batch: Any, named: Mapping[int, str]) -> dict[str, Any]:
         "neighbours_left_out": batch.neighbours_left_out, "verdict": batch.verdict,
         "reason": batch.reason, "version": batch.version if batch.live else None,
         "tainted": list(batch.tainted or ()),
+        "turns": [{name: turn[name] for name in _TURN} for turn in batch.turns or ()],
     }  # fmt: skip
 
 

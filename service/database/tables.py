@@ -382,6 +382,27 @@ class BatchMember(Table):
     )
 
 
+class BatchTurn(Table):
+    """A graded message of a member, where `objective.turn_weight` was on when the batch was formed."""
+
+    __tablename__ = "batch_turns"
+    batch_id: Mapped[int] = mapped_column(ForeignKey("batches.id"), primary_key=True)
+    rollout_id: Mapped[int] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
+    turn: Mapped[int] = mapped_column(Integer, primary_key=True)
+    """Index of the message."""
+    reward: Mapped[float]
+    baseline: Mapped[float | None]
+    advantage: Mapped[float | None]
+    """Null: it teaches nothing, and `note` says why."""
+    grade_ids: Mapped[list[int]]
+    note: Mapped[str] = mapped_column(server_default="")
+
+    __table_args__ = (
+        CheckConstraint("(baseline IS NULL) = (advantage IS NULL)", name="taught"),
+        Index("ix_batch_turns_rollout_id", "rollout_id"),
+    )
+
+
 class PolicyVersion(Table):
     """An immutable adapter version. Version 0 is the base model and has no files."""
 

@@ -183,6 +183,53 @@ def test_rollout_of_several_rows_equals_the_unsplit_one(policy: PolicyModel, bud
     assert distance(found, expected) < 1e-5
 
 
+def said_in(rows: list[Any], *ends: int) -> list[Any]:
+    """Rows whose policy tokens before `ends[0]` are of message 1, those before `ends[1]` of 3, and so on."""
+    messages = torch.bucketize(torch.arange(26), torch.tensor(ends), right=True) * 2 + 1
+    return [replace(r, messages=messages[: len(r.input_ids)]) for r in rows]
+
+
+@pytest.mark.parametrize("changes", [{}, {"ppo_clip": 0.2}, {"weight_cap": None}], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_gradient_of_two_graded_turns_is_the_sum_of_the_two_by_the_formula(
+    policy: PolicyModel, stock: Any, split: bool, changes: dict[str, Any]
+) -> None:
+    """Each part alone: the tokens of one message, with the rollout's advantage and the turn's term."""
+    settings = with_objective(gate="none", reference_kl=0.0, **changes)
+    rows = said_in(split_and_whole(torch.Generator().manual_seed(6))[split], 12, 26)
+    other = random_batch(7, 2).rollouts
+    whole = near_policy(policy, TrainingBatch([rollout(9, rows, 0.2), *other], 3, 9.0))
+    member = replace(whole.rollouts[0], turns={1: 0.5, 3: -0.9, 7: 100.0})
+    found, result = gradient(policy, replace(whole, rollouts=[member, *whole.rollouts[1:]]), settings)
+    assert result.metrics["turns/graded"] == 3
+    assert result.metrics["turns/without_tokens"] == 1
+
+    def part(message: int, advantage: float) -> Any:
+        masked = [replace(r, loss_mask=r.loss_mask & (r.messages == message)) for r in member.rows.rows]
+        return rollout(message, masked, advantage)
+
+    alone = [[part(1, 0.2 + 0.5)], [part(3, 0.2 - 0.9)], list(whole.rollouts[1:])]
+    parts = [slow_gradient(stock, TrainingBatch(each, 3, 9.0), settings.objective) for each in alone]
+    summed = {name: sum((p[name] for p in parts[1:]), parts[0][name]) for name in parts[0]}
+    assert distance(found, summed) < 1e-4
+    assert distance(gradient(policy, whole, settings)[0], summed) > 0.1
+
+
+@pytest.mark.parametrize("budget", [8192, 30, 16])
+def test_turns_reach_the_same_tokens_in_any_packing(policy: PolicyModel, budget: int) -> None:
+    settings = with_objective(gate="none").model_copy(
+        update={"sequences": with_sequences(token_budget=budget).sequences}
+    )
+    found = []
+    for rows in split_and_whole(torch.Generator().manual_seed(6)):
+        member = replace(rollout(9, said_in(rows, 12, 26), 0.2), turns={1: 0.5, 3: -0.9})
+        found.append(
+            gradient(policy, TrainingBatch([member, *random_batch(7, 2).rollouts], 3, 9.0), settings)
+        )
+    assert found[0][1].outcome == found[1][1].outcome == "stepped"
+    assert distance(found[0][0], found[1][0]) < 1e-5
+
+
 def test_gate_sees_all_rows_of_a_rollout(policy: PolicyModel) -> None:
     """One wild row rejects the rollout even when its rows do not fit into one micro-batch."""
     _, parts = split_and_whole(torch.Generator().manual_seed(6))

@@ -172,3 +172,28 @@ def test_first_token_is_never_in_the_loss() -> None:
     found = read(call([10], [12] * 70), limits=Sequences(max_tokens=64, too_long="truncate_left"))
     assert found.policy_tokens == 63
     assert found.rows[0].loss_mask.tolist() == [False] + [True] * 63
+
+
+def test_each_sampled_token_knows_its_message_through_joins_splits_and_cuts() -> None:
+    calls = (
+        call([10, 11], [12, 2], message_index=1),
+        call([10, 11, 12, 2, 30], [31, 2], message_index=3),
+        call([10, 99], [32, 33, 2], message_index=5),
+    )
+    found = read(*calls)
+    assert len(found.rows) == 2
+    assert found.token_messages() == [1, 1, 3, 3, 5, 5, 5]
+    cut = read(*calls, limits=LIMITS.model_copy(update={"max_tokens": 16, "too_long": "truncate_left"}))
+    assert cut.token_messages() == found.token_messages()
+    limits = Sequences.model_construct(max_tokens=4, too_long="truncate_left")
+    # the first token that is left is predicted by nothing
+    assert read(*calls, limits=limits).token_messages() == [3, 3, 5, 5, 5]
+
+
+def test_text_s_tokens_know_the_message_that_the_template_put_them_in() -> None:
+    turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    messages = [*turn, turn[0], {"role": "assistant", "content": "bye"}]
+    found = build_rows(
+        {"policy_version": 3, "messages": messages}, TOKENIZER, Sequences.model_construct(max_tokens=200)
+    )
+    assert (found.verdict, found.token_messages()) == ("text", [1] * 3 + [3] * 4)

@@ -63,6 +63,21 @@ def test_batch_without_advantages_leaves_every_bit(policy: PolicyModel, optimize
     assert snapshot(policy, optimizer) == before
 
 
+@pytest.mark.parametrize(
+    ("term", "message", "outcome"),
+    [(0.3, 1, "stepped"), (1e-10, 1, "no_signal"), (0.3, 3, "no_signal")],
+)
+def test_terms_of_turns_count_as_advantages_where_they_reach_tokens(
+    policy: PolicyModel, optimizer: AdapterOptimizer, term: float, message: int, outcome: str
+) -> None:
+    silent = advantages_of(random_batch(1), [0.0] * 6)
+    first = silent.rollouts[0]
+    rows = tuple(replace(r, messages=torch.ones_like(r.input_ids)) for r in first.rows.rows)
+    taught = replace(first, rows=replace(first.rows, rows=rows), turns={message: term})
+    batch = replace(silent, rollouts=[taught, *silent.rollouts[1:]])
+    assert train(policy, optimizer, batch, with_objective(gate="none")).outcome == outcome
+
+
 def test_batch_of_rejected_members_has_none_trainable(
     policy: PolicyModel, optimizer: AdapterOptimizer
 ) -> None:

@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ground: Ground = make_ground(
-            self.engine, reward=BASE_RULE,
+            self.engine, reward=BASE_RULE, objective={"turn_weight": 0.5},
             batching={"size": 2, "max_ready_batches": 2, "max_staleness": 1},
         )  # fmt: skip
         self.oracle = Oracle(dict(BASE_RULE), {"failed": "exclude", "aborted": "exclude"})
@@ -86,6 +86,13 @@ class Machine(RuleBasedStateMachine):
         else:
             self.oracle.post_grade(trace_id, grader, value, graded_at, criteria)
 
+    @rule(trace_id=st.sampled_from(TRACES), grader=st.sampled_from(GRADERS), value=st.sampled_from(VALUES))
+    def grade_turn(self, trace_id: str, grader: str, value: float) -> None:
+        """No gate and no reward hears of it."""
+        known = self.oracle.traces.get(trace_id)
+        if known is not None and known.received is not None:
+            self.ground.grade(trace_id, value, grader, turn=1)
+
     @rule(
         chosen=st.lists(st.sampled_from(TRACES), min_size=3, max_size=6, unique=True),
         value=st.sampled_from(VALUES),
@@ -100,6 +107,7 @@ class Machine(RuleBasedStateMachine):
                 self.post_grade(trace_id, grader, (value + number / 4) % 1.25, None, None)
             if number % 2 == 0:
                 self.post_trace(trace_id, None, "completed")
+            self.grade_turn(trace_id, graders[0], value)
 
     @rule(change=st.sampled_from(RULES), failed=st.sampled_from(["exclude", "train"]))
     def change_rule(self, change: dict[str, Any], failed: str) -> None:
@@ -195,6 +203,7 @@ class Machine(RuleBasedStateMachine):
             self._counts_equal_a_recount_and_add_up_to_what_was_posted(connection)
             self._memberships_and_states_agree(connection)
             self._nothing_is_left_of_what_was_erased(connection)
+            self._turns_are_of_members(connection)
 
     def _every_rollout_is_in_one_state_with_a_reason(self, connection: Connection) -> None:
         for row in self._read(connection, "SELECT * FROM rollouts WHERE policy_id = :policy"):
@@ -241,6 +250,15 @@ class Machine(RuleBasedStateMachine):
             traces=TRACES,
         )
         assert left == []
+
+    def _turns_are_of_members(self, connection: Connection) -> None:
+        stray = self._read(
+            connection,
+            "SELECT t.* FROM batch_turns t JOIN batches b ON b.id = t.batch_id"
+            " LEFT JOIN batch_members m USING (batch_id, rollout_id)"
+            " WHERE b.policy_id = :policy AND (m.batch_id IS NULL OR t.advantage IS NULL)",
+        )
+        assert stray == []
 
     def _read(self, connection: Connection, statement: str, **parameters: Any) -> list[Any]:
         named = {"policy": self.ground.policy_id, **parameters}
