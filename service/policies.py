@@ -21,11 +21,13 @@ PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,6
 
 
 class Adapter(Document):
-    """Shape of the LoRA; fixed for the life of the policy."""
+    """Shape of the LoRA and what it is trained over; fixed for the life of the policy."""
 
     rank: int = Field(32, ge=1, le=512)
     alpha: Positive = 32.0
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    base_quantization: Literal["none", "nf4"] = "none"
+    """`nf4`: the base's linear layers in four bits, as in QLoRA; the trainer needs `yoro[quant]`."""
 
 
 class Objective(Document):

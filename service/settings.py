@@ -113,6 +113,8 @@ class Settings(BaseSettings):
     """How long the processes of a distributed trainer wait for each other before all of them end."""
     shard_base: bool = False
     """Split the base model over the processes of a distributed trainer (FSDP2)."""
+    compile_base: bool = False
+    """Run norms and MLPs of the base through torch.compile; not with a split base."""
     deaths_per_batch: int = Field(10, gt=0)
     """Claims of one batch that ended without a report before it counts as failing."""
     failures_per_batch: int = Field(3, gt=0)

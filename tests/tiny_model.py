@@ -36,15 +36,15 @@ def tiny_tokenizer(chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFas
     )
 
 
-def write_tiny_model(folder: Path, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, seed: int = 0, *, width: int = 32) -> Path:
     """Write weights (fp32 safetensors), config, tokenizer and chat template; return the folder.
 
     Weights are ten times larger than Llama's usual start, so that probabilities are not flat.
     """
     config = LlamaConfig(
         vocab_size=259,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -22,7 +22,7 @@ from transformers import (
 
 from service.errors import TrainingFailed
 from service.policies import BaseModelSource, PolicySettings
-from trainer import attention, lora
+from trainer import attention, lora, quantising
 from trainer.logprobs import OutputHead, token_logprobs
 from trainer.packing import Layout, lay_out
 from trainer.sequences import Row
@@ -42,6 +42,8 @@ class PolicyModel:
     """Tokens of a micro-batch up to which activations are kept for backward, not recomputed."""
     sharded: bool = False
     """The base is split over several processes (trainer/sharding.py)."""
+    compiled: bool = False
+    """Parts of the base run through torch.compile (trainer/compiling.py)."""
 
     @property
     def base(self) -> PreTrainedModel:
@@ -85,7 +87,8 @@ def load_policy(
     """Load the base model and put version 0's adapter on it.
 
     `device` None: CUDA where there is one. Raises what transformers raises on a source that cannot
-    be read, TrainingFailed when the model computes its logits in a way this package cannot.
+    be read, Unavailable without the library of a quantised base, TrainingFailed when the model computes
+    its logits in a way this package cannot.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = settings.sequences.precision
@@ -103,6 +106,8 @@ def with_adapter(
 ) -> PolicyModel:
     """Freeze a base model and put version 0's adapter on it. Raises TrainingFailed as `load_policy`."""
     base.requires_grad_(False)
+    if settings.adapter.base_quantization == "nf4":
+        quantising.pack(base, place)
     _disable_dropout(base)
     model = get_peft_model(cast(Any, base).to(place), _lora(settings), autocast_adapter_dtype=True)
     model.train()

@@ -21,7 +21,7 @@ from service.batches.leases import Lease
 from service.batches.outcomes import Published
 from service.errors import AdapterRejected
 from service.policies import PolicySettings
-from trainer import checkpoint
+from trainer import checkpoint, compiling
 from trainer.optimizer import AdapterOptimizer
 from trainer.policy import PolicyModel, sequence_logprobs
 from trainer.scoring import adapter_of
@@ -70,7 +70,8 @@ def publish(
 def probe_logprobs(policy: PolicyModel) -> list[float]:
     """Return the log-probabilities of the probe text under the adapter in place."""
     ids: list[int] = policy.tokenizer(PROBE_TEXT)["input_ids"]
-    return sequence_logprobs(policy, ids)
+    with compiling.eager(policy):
+        return sequence_logprobs(policy, ids)
 
 
 def check_probe(policy: PolicyModel, folder: Path, expected: list[float]) -> None:

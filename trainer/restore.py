@@ -13,10 +13,10 @@ from service import telemetry
 from service.adapters.store import AdapterStore
 from service.batches.claims import ClaimedBatch
 from service.batches.leases import Lease
-from service.errors import AdapterRejected
+from service.errors import AdapterRejected, Unavailable
 from service.policies import PolicySettings, locate_base_model
 from service.settings import Settings
-from trainer import checkpoint, publish
+from trainer import checkpoint, compiling, publish
 from trainer.optimizer import AdapterOptimizer
 from trainer.policy import PolicyModel, load_policy
 
@@ -78,10 +78,12 @@ class Restorer:
         return held == (lease.policy_id, lease.token, batch.head.version)
 
     def base(self, settings: PolicySettings) -> PolicyModel:
-        """Return the base model with some adapter on it, loaded once."""
+        """Return the base model with some adapter on it, loaded once. Raises Unavailable."""
         wanted = (settings.base_model, settings.base_revision, settings.adapter, settings.sequences.precision)
         if self._model is None or self._model[0] != wanted:
             self._model = None  # two bases need not fit into memory
+            if self._prepare is not None and settings.adapter.base_quantization != "none":
+                raise Unavailable("A base in four bits cannot be split over processes: unset YORO_SHARD_BASE")
             source = locate_base_model(settings.base_model, settings.base_revision, self._settings.model_root)
             telemetry.logger().info("loading_base_model", name=source.name, revision=source.revision)
             policy = load_policy(
@@ -90,6 +92,8 @@ class Restorer:
             )  # fmt: skip
             if self._prepare is not None:
                 self._prepare(policy, settings)
+            elif self._settings.compile_base:
+                compiling.compile_decoder(policy)
             self._model = (wanted, policy)
         return self._model[1]
 
