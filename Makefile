@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE = 1
 
 BENCHMARKS := $(patsubst benchmarks/%.py,bench-%,$(filter-out benchmarks/__init__.py benchmarks/report.py,$(wildcard benchmarks/*.py)))
 
-.PHONY: soak-adapters soak-kafka soak-trainer test-s3 setup demo test check format constraints clean help $(BENCHMARKS)
+.PHONY: soak-adapters soak-kafka soak-trainer test-s3 test-options setup demo test check format constraints clean help $(BENCHMARKS)
 
 help:            ## list the targets
 	@grep -hE '^[a-zA-Z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -38,6 +38,10 @@ soak-adapters: setup ## pullers, pollers and publisher killed at random through 
 test-s3: setup   ## the adapter store over Amazon's protocol, spoken by a local moto
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3]' 'moto[server]>=5.2'
 	YORO_TEST_STORE=s3 $(BIN)/pytest tests/service/adapters --deselect tests/service/adapters/test_chaos.py
+
+test-options: setup ## what a trainer has on demand: a base in four bits (installs bitsandbytes), torch.compile (needs g++)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quant]'
+	YORO_TEST_OPTIONS=1 $(BIN)/pytest tests/trainer/test_quantising.py tests/trainer/test_compiling.py
 
 soak-trainer: setup ## the trainer killed 50 times over 20 versions, the database away for a minute
 	YORO_TRAINER_KILLS=50 YORO_TRAINER_OUTAGE_SECONDS=60 $(BIN)/pytest -s tests/faults/test_random_faults.py
