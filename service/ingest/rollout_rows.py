@@ -79,12 +79,17 @@ SELECT id, policy_id, trace_id, arrival, state, reason, inserted, now,
 FROM registered
 """)  # noqa: S608 - column names are ours
 
-# What the statement before locked and left as it was; a statement of its own sees what its lock waited for.
-_LOCKED = text("""
+# Locks rows as the upsert would, in its order, where at least :least of them are there; else none. It shows
+# what its locks waited for.
+_LOCK = text("""
+WITH wanted AS (
+    SELECT * FROM unnest(CAST(:policy_id AS bigint[]), CAST(:trace_id AS text[])) AS w (policy_id, trace_id)
+)
 SELECT r.id, r.policy_id, r.trace_id, r.arrival, r.state, r.reason, false, clock_timestamp(),
        r.canonicaliser, r.fingerprint, r.verdict, r.verdict_reasons
-FROM unnest(CAST(:policy_id AS bigint[]), CAST(:trace_id AS text[])) AS left_out (policy_id, trace_id)
-JOIN rollouts r USING (policy_id, trace_id)
+FROM wanted JOIN rollouts r USING (policy_id, trace_id)
+WHERE (SELECT count(*) FROM wanted JOIN rollouts USING (policy_id, trace_id)) >= :least
+ORDER BY r.policy_id, r.trace_id FOR UPDATE OF r
 """)
 
 _VERSIONS = text("""
@@ -131,13 +136,22 @@ def register(
         key = (item.policy_id, item.trace_id)
         if key not in first or (isinstance(item, NewRollout) and isinstance(first[key], NewGrade)):
             first[key] = item
-    _look_up(connection, [item for item in first.values() if isinstance(item, NewRollout)], known)
-    rows = [_row(item, known) for item in first.values()]
-    found = list(connection.execute(_REGISTER, _encoded(rows)))
-    left = first.keys() - {(row[1], row[2]) for row in found}
-    if left:
-        found += connection.execute(_LOCKED, _keys(left))
+    traces = [item for item in first.values() if isinstance(item, NewRollout)]
+    found: list[Any] = []
+    if not traces:  # grades mostly come after their traces: there is nothing to insert then
+        found += connection.execute(_LOCK, _keys(first) | {"least": len(first)})
+    if left := first.keys() - _found(found):
+        _look_up(connection, traces, known)
+        found += connection.execute(
+            _REGISTER, _encoded([_row(first[key], known) for key in first if key in left])
+        )
+    if left := first.keys() - _found(found):  # there before, and locked by now, unless they were erased
+        found += connection.execute(_LOCK, _keys(left) | {"least": 0})
     return {(row[1], row[2]): _registered(row, first[row[1], row[2]]) for row in found}
+
+
+def _found(rows: list[Any]) -> set[Key]:
+    return {(row[1], row[2]) for row in rows}
 
 
 def _registered(row: Any, item: NewRollout | NewGrade) -> Registered:
@@ -204,14 +218,14 @@ def _row(item: NewRollout | NewGrade, known: KnownVersions) -> dict[str, Any]:
     }
 
 
-def _keys(keys: Collection[Key]) -> dict[str, arrays.Array]:
+def _keys(keys: Collection[Key]) -> dict[str, Any]:
     return {
         "policy_id": arrays.bigints(policy for policy, _ in keys),
         "trace_id": arrays.texts(trace for _, trace in keys),
     }
 
 
-def _encoded(rows: list[dict[str, Any]]) -> dict[str, arrays.Array]:
+def _encoded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     encoded = _keys([(row["policy_id"], row["trace_id"]) for row in rows])
     encoded |= {name: encode([row[name] for row in rows]) for name, (_, encode) in _ARRIVING.items()}
     return encoded | {name: arrays.byteas([row[name] for row in rows]) for name in _DOCUMENTS}

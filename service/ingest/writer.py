@@ -1,9 +1,9 @@
 """The one writer: traces and grades of any door into Postgres, many at a time.
 
 Knows no HTTP and no Kafka. Invariants (design/lifecycle.md, The writer): every item first upserts its
-(policy, trace_id) registry row, so that row's lock serialises the join of a trace and its grade;
-keys are sorted and tables come in a fixed order, so writers cannot deadlock on each other; one
-transaction for all items; data that cannot be written fails the guilty item alone.
+(policy, trace_id) registry row, or locks it where it is there, and that lock serialises the join of a
+trace and its grade; keys are sorted and tables come in a fixed order, so writers cannot deadlock on
+each other; one transaction for all items; data that cannot be written fails the guilty item alone.
 """
 
 import random

@@ -94,6 +94,24 @@ def test_a_trace_and_its_grade_written_by_two_processes_at_once_cannot_miss_each
 ) -> None:
     """Both transactions are open at once: the second waits on the registry row until the first commits."""
     pair = items(make_policy().id)
+    write_at_once(engine, pair[first], pair[1 - first])
+    assert [(row["state"], row["reward"]) for row in rollout_rows(engine)] == [("ready", 0.5)]
+
+
+def test_two_grades_of_a_trace_that_is_there_cannot_miss_each_other(
+    engine: Engine, make_policy: MakePolicy
+) -> None:
+    """Nothing is inserted or rewritten for them: the row's lock alone makes the second see the first."""
+    policy_id = make_policy().id
+    new, _ = items(policy_id)
+    Writer(engine).write([new])
+    two = [native.validate(Grade, grade("t", value, grader=f"g{value}")) for value in (0.0, 0.5)]
+    write_at_once(engine, *(grades.prepare(each, policy_id=policy_id, rule=Reward()) for each in two))
+    assert [(row["state"], row["reward"]) for row in rollout_rows(engine)] == [("ready", 0.25)]
+
+
+def write_at_once(engine: Engine, first: Item, second: Item) -> None:
+    """Begin the second's transaction before the first's has committed, and see that it waits."""
     holding, go_on = threading.Event(), threading.Event()
 
     def hold_open() -> None:
@@ -101,13 +119,12 @@ def test_a_trace_and_its_grade_written_by_two_processes_at_once_cannot_miss_each
         assert go_on.wait(30)
 
     slow = Writer(engine, before_commit=hold_open)
-    one = threading.Thread(target=slow.write, args=([pair[first]],))
+    one = threading.Thread(target=slow.write, args=([first],))
     one.start()
     assert holding.wait(30)
-    two = threading.Thread(target=Writer(engine).write, args=([pair[1 - first]],))
+    two = threading.Thread(target=Writer(engine).write, args=([second],))
     two.start()
     await_blocked(engine)
     go_on.set()
     one.join(30)
     two.join(30)
-    assert [(row["state"], row["reward"]) for row in rollout_rows(engine)] == [("ready", 0.5)]
