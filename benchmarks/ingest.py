@@ -22,12 +22,16 @@ PARTS = ("single", "batch", "crash", "growth", "soak", "rivals")
 def main() -> int:
     """Measure, print and write; return 1 where a figure falls short."""
     asked = _arguments()
-    report = Report("ingest", "python -m benchmarks.ingest " + " ".join(sys.argv[1:]))
-    parts = asked.only or PARTS
-    for part in parts:
-        print(f"-- {part}", flush=True)
-        _MEASURES[part](report, asked)
-    return 0 if report.write() else 1
+    holds = [_part(part, asked) for part in asked.only or PARTS]
+    return 0 if all(holds) else 1
+
+
+def _part(part: str, asked: argparse.Namespace) -> bool:
+    """Measure one part and write its figures, to a file of its own; tell whether all hold."""
+    print(f"-- {part}", flush=True)
+    report = Report(f"ingest-{part}", "python -m benchmarks.ingest " + " ".join(sys.argv[1:]))
+    _MEASURES[part](report, asked)
+    return report.write()
 
 
 def _single(report: Report, asked: argparse.Namespace) -> None:
