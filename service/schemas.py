@@ -5,6 +5,7 @@ numbers are JSON numbers (never strings or booleans), never NaN or infinite; ids
 """
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -79,6 +80,11 @@ class Call(Wire):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = None
     finish_reason: Label | None = None
+
+
+def has_token_ids(call: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a normalised trace says what was read and sampled, token by token."""
+    return bool(call.get("prompt_token_ids")) and bool(call.get("completion_token_ids"))
 
 
 class EmbeddedGrade(Wire):

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from service.policies import Sequences
+from service.schemas import has_token_ids
 from trainer.templates import NotLocatedError, Turn, sampled_turns
 
 Verdict = Literal["exact", "ids", "text", "untrainable"]
@@ -115,7 +116,7 @@ def _read(
     document: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, notes: list[str]
 ) -> tuple[Verdict, list[_Piece]]:
     calls = [call for call in document.get("calls") or () if isinstance(call, Mapping)]
-    evident = [call for call in calls if _has_ids(call)]
+    evident = [call for call in calls if has_token_ids(call)]
     if evident:
         if len(evident) < len(calls):
             notes.append(f"calls_without_ids:{len(calls) - len(evident)}")
@@ -127,10 +128,6 @@ def _read(
     samplings = _message_samplings(document, calls, notes)
     turns = sampled_turns(document, tokenizer, set(samplings), notes)
     return "text", [_text_piece(turn, samplings[turn.message_index]) for turn in turns]
-
-
-def _has_ids(call: Mapping[str, Any]) -> bool:
-    return bool(call.get("prompt_token_ids")) and bool(call.get("completion_token_ids"))
 
 
 def _message_samplings(

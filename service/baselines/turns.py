@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.baselines.features import Task, TaskFeatures, excluded_neighbours, first_action, task_features
+from service.baselines.features import Task, TaskFeatures, excluded_neighbours, task_features
 from service.baselines.linear import Estimator, Scored
 
 TURN = "turn"
@@ -48,28 +48,6 @@ def features_before(document: Mapping[str, Any], turn: int) -> TaskFeatures:
 def text_digest(features: TaskFeatures) -> bytes:
     """SHA-256 of the text, by which its vector is cached."""
     return hashlib.sha256(features.text.encode()).digest()
-
-
-def obstacle(document: Mapping[str, Any], turn: int) -> str:
-    """Why the tokens of message `turn` cannot be told for certain; empty: they can.
-
-    `not_sampled`: no message of the policy. Where calls carry token ids, only these are trained:
-    `no_token_ids`: none of them made the message; `several_calls`: more than one call says it did.
-    """
-    messages = document["messages"]
-    if not first_action(document) <= turn < len(messages) or messages[turn]["role"] != "assistant":
-        return "not_sampled"
-    calls: Sequence[Mapping[str, Any]] = document.get("calls", ())
-    if not any(map(_has_ids, calls)):
-        return ""  # located by the chat template, message by message
-    made = [_has_ids(call) for call in calls if call["message_index"] == turn]
-    if len(made) > 1:
-        return "several_calls"
-    return "" if any(made) else "no_token_ids"
-
-
-def _has_ids(call: Mapping[str, Any]) -> bool:
-    return bool(call.get("prompt_token_ids")) and bool(call.get("completion_token_ids"))
 
 
 def turn_task(rollout: Task, features: TaskFeatures, embedding: NDArray[np.float32], *, turn: int) -> Task:

@@ -17,10 +17,11 @@ import numpy as np
 from sqlalchemy import Connection, text
 
 from service.baselines.estimators import Estimator, Scored
-from service.baselines.features import TaskFeatures
-from service.baselines.turns import features_before, obstacle, text_digest, turn_baselines, turn_task
+from service.baselines.features import TaskFeatures, first_action
+from service.baselines.turns import features_before, text_digest, turn_baselines, turn_task
 from service.batches.history import EmbeddingMissing, Rewarded
 from service.database.documents import read_document
+from service.schemas import has_token_ids
 
 TURNS_TAUGHT = 64
 """Most turns of one rollout that teach, the first ones: each costs a prediction under the batch's locks."""
@@ -121,6 +122,24 @@ def _turn(row: Any, document: Mapping[str, Any], taught: Counter[int]) -> Graded
         note = "over_limit" if taught[row.rollout_id] > TURNS_TAUGHT else ""
     features = _NO_FEATURES if note else features_before(document, row.turn)
     return GradedTurn(row.rollout_id, row.turn, row.reward, list(row.grade_ids), features, note)
+
+
+def obstacle(document: Mapping[str, Any], turn: int) -> str:
+    """Why the tokens of message `turn` cannot be told for certain; empty: they can.
+
+    `not_sampled`: no message of the policy. Where calls carry token ids, only these are trained:
+    `no_token_ids`: none of them made the message; `several_calls`: more than one call says it did.
+    """
+    messages = document["messages"]
+    if not first_action(document) <= turn < len(messages) or messages[turn]["role"] != "assistant":
+        return "not_sampled"
+    calls: Sequence[Mapping[str, Any]] = document.get("calls", ())
+    if not any(map(has_token_ids, calls)):
+        return ""  # located by the chat template, message by message
+    made = [has_token_ids(call) for call in calls if call["message_index"] == turn]
+    if len(made) > 1:
+        return "several_calls"
+    return "" if any(made) else "no_token_ids"
 
 
 def missing_texts(connection: Connection, rollouts: Sequence[int], encoder: str) -> dict[bytes, MissingText]:

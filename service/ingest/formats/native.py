@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from service.errors import FieldError, Invalid
 from service.ingest.formats.strictjson import pointer_step
-from service.schemas import Message, Trace
+from service.schemas import Message, Trace, has_token_ids
 
 SKEW = timedelta(days=1)
 Verdict = Literal["exact", "ids", "text", "untrainable"]
@@ -108,7 +108,7 @@ def structural_verdict(document: Mapping[str, Any]) -> tuple[Verdict, list[str]]
         return "untrainable", ["sampling"]
     if not calls:
         return "text", []
-    if not all(call.get("prompt_token_ids") and call.get("completion_token_ids") for call in calls):
+    if not all(map(has_token_ids, calls)):
         return "text", ["token_ids_incomplete"]
     reasons = sorted({reason for call in calls for reason in _logprob_defects(call, document)})
     return ("ids", reasons) if reasons else ("exact", [])

@@ -12,7 +12,8 @@ from service.baselines import turns
 from service.baselines.estimators import ESTIMATORS, Scored, make_estimator
 from service.baselines.features import excluded_neighbours
 from service.baselines.linear import PRIOR_REWARD
-from service.baselines.turns import features_before, obstacle, turn_baselines, turn_features, turn_task
+from service.baselines.turns import features_before, turn_baselines, turn_features, turn_task
+from service.batches.turns import obstacle
 from tests.service.baselines.synthetic_tasks import EMPTY, pseudo_embedding, synthetic_task
 
 
