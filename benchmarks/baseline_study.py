@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.baselines import BATCH_SIZE, DATA, SEED, WINDOW, kept
 from benchmarks.report import Report
-from benchmarks.study.contenders import SERVED, Contender, Kernels, whole_table
+from benchmarks.study.contenders import FAMILY_MEANS, SERVED, Contender, Kernels, whole_table
 from benchmarks.study.ideas import ideas, kernels
 from benchmarks.study.tables import NAMES, SHORT, Grouped, table
 from service.baselines.effective_batch import within_task_variance
@@ -116,8 +116,8 @@ def scene(
 ) -> tuple[Kernels, Array]:
     """Kernels of these points and their rewards less the prior mean."""
     tasks, earlier = ([subject.data.tasks[k] for k in each.tolist()] for each in (points, fitted_on))
-    made = kernels(tasks, earlier, subject.family)
-    return made, rewards[points] - PRIOR_REWARD
+    known = np.array([subject.means[task.task_key] for task in tasks]) - PRIOR_REWARD
+    return {**kernels(tasks, earlier, subject.family), FAMILY_MEANS: known}, rewards[points] - PRIOR_REWARD
 
 
 def oracle(subject: Grouped) -> dict[str, float]:

@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def given(**query: Any) -> dict[str, Any]:
-    """Return the parameters of a query that have a value."""
+    """Return the parameters of a query, or fields of a document, that have a value."""
     return {name: value for name, value in query.items() if value is not None}
 
 

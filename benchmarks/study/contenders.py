@@ -28,6 +28,8 @@ from service.baselines.marginal_likelihood import (
 Array = NDArray[np.float64]
 Kernels = Mapping[str, Array]
 
+FAMILY_MEANS = "family_means"
+"""Not a kernel but a vector [N]: the mean reward of each point's family, less 1/2."""
 SERVED = {name: prior_amplitude(name, 1) for name in ("embedding", "tfidf", "spelling", "local", "length")}
 
 
@@ -193,6 +195,17 @@ class Softmax:
 
     def learn(self, kernels: Kernels, residuals: Array, batches: int) -> None:
         """Nothing."""
+
+
+class FamilyMeans:
+    """What each task's family earns over the whole table, known from the first batch: a limit."""
+
+    def predict(self, kernels: Kernels, residuals: Array, size: int) -> Array:
+        """See `Contender`."""
+        return kernels[FAMILY_MEANS][:size]
+
+    def learn(self, kernels: Kernels, residuals: Array, batches: int) -> None:
+        """Nothing is left to learn."""
 
 
 class Average:

@@ -17,6 +17,7 @@ from benchmarks.study.contenders import (
     SERVED,
     Average,
     Contender,
+    FamilyMeans,
     Kernels,
     Mixture,
     Process,
@@ -88,6 +89,7 @@ def ideas(oracle: Mapping[str, float]) -> list[Idea]:
         Idea("embedding_softmax, T = 0.1", Softmax),
         Idea("limit: amplitudes fitted to the whole table", process(oracle, refit=lambda _: False)),
         Idea("limit: and the true family", process({**SERVED, "family": 0.15})),
+        Idea("limit: every family's true mean from the start", FamilyMeans),
     ]
 
 

@@ -6,8 +6,10 @@ Knows no estimator. Invariant: equal names give equal tables.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +32,20 @@ SHUFFLED = {
 NAMES = (*SHORT, *MIXES, *SHUFFLED)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Grouped:
     """A table, and the family that it states of each task by id; no estimator of the service reads it."""
 
     data: CalibrationSet
     family: Mapping[str, str]
+
+    @cached_property
+    def means(self) -> Mapping[str, float]:
+        """The mean over a family's tasks of their mean reward, by task id."""
+        of: dict[str, list[float]] = defaultdict(list)
+        for task, rewards in zip(self.data.tasks, self.data.rewards, strict=True):
+            of[self.family[task.task_key]].append(float(rewards.mean()))
+        return {task.task_key: float(np.mean(of[self.family[task.task_key]])) for task in self.data.tasks}
 
 
 def table(name: str, folder: Path, encode: Encode) -> Grouped:

@@ -61,6 +61,13 @@ def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_reward
 
 def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.float64]]:
     """Task id, features and rewards of one line; a ValueError names the line and the field."""
+    entry = checked_line(line, number)
+    features = task_features(prompt_messages(entry), entry.get("tools") or [], entry.get("context") or {})
+    return entry["task_id"], features, np.array(entry["rewards"], dtype=np.float64)
+
+
+def checked_line(line: str, number: int) -> dict[str, Any]:
+    """The fields of one line, missing rewards left out; a ValueError names the line and the field."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -70,19 +77,21 @@ def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.f
     for name, kind in (REQUIRED | OPTIONAL).items():
         if not isinstance(entry.get(name), kind) and (name in REQUIRED or entry.get(name) is not None):
             raise ValueError(f"line {number}: `{name}` must be {JSON_NAMES[kind]}")
-    messages = [{"role": "user", "content": entry["prompt"]}]
-    if entry.get("system"):
-        messages.insert(0, {"role": "system", "content": entry["system"]})
-    features = task_features(messages, entry.get("tools") or [], entry.get("context") or {})
-    return entry["task_id"], features, _rewards(entry["rewards"], number)
+    return entry | {"rewards": _rewards(entry["rewards"], number)}
 
 
-def _rewards(values: list[Any], number: int) -> NDArray[np.float64]:
+def prompt_messages(entry: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The conversation before the first action, as a line states it."""
+    system = [{"role": "system", "content": entry["system"]}] if entry.get("system") else []
+    return [*system, {"role": "user", "content": entry["prompt"]}]
+
+
+def _rewards(values: list[Any], number: int) -> list[float]:
     rewards = [value for value in values if value is not None]
     for value in rewards:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"line {number}: `rewards` holds {value!r}, which is not a number from 0 to 1")
-    return np.array(rewards, dtype=np.float64)
+    return rewards
 
 
 def calibration_task(task_id: str, features: TaskFeatures, vector: NDArray[np.float32]) -> Task:

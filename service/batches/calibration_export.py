@@ -101,8 +101,12 @@ def _bounds(connection: Connection, wanted: Wanted) -> dict[str, Any]:
 
 
 def _line(task_key: str, document: Mapping[str, Any], rewards: list[float]) -> str:
-    """Cut the document before its first action, as its features were made."""
+    """Cut the document before its first action, as its features were made; the id is as it was sent."""
     messages = document["messages"][: first_action(document)]
     return calibration_line(
-        task_key, messages, document.get("tools", []), document.get("context", {}), rewards
+        task_key.removeprefix("id:"),
+        messages,
+        document.get("tools", []),
+        document.get("context", {}),
+        rewards,
     )

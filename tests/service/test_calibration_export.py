@@ -76,7 +76,7 @@ def test_a_line_reads_back_as_the_features_that_the_baselines_saw(
         history.remember(connection, ids, HashingEncoder.name, vectors)
         seen = history.load(connection, ids, HashingEncoder.name).scored.tasks[0]
     task_id, features, rewards = parsed_line(found.line, 1)
-    assert (task_id, rewards.tolist()) == ("id:t", [1, 0])
+    assert (task_id, rewards.tolist()) == ("t", [1, 0])
     assert features == seen.features
     assert "refund: Pay back." in features.text
     assert "done" not in found.line
@@ -92,10 +92,10 @@ def test_what_is_no_second_attempt_is_left_out(engine: Engine, make_policy: Make
         attempt(engine, policy, trace_id, "delivered_twice", 1, metadata={})
     for trace_id in ("g", "h"):
         attempt(engine, policy, trace_id, "erased", 1)
-    assert set(exported(engine)) == {"id:kept", "id:erased"}
+    assert set(exported(engine)) == {"kept", "erased"}
     with transaction(engine) as connection:
         erasure.erase(connection, policy.id, "g")
-    assert exported(engine) == {"id:kept": [1, 0.5]}
+    assert exported(engine) == {"kept": [1, 0.5]}
     assert exported(engine, least=3) == {}
 
 
@@ -109,9 +109,9 @@ def test_a_window_of_versions_and_no_other_policy(engine: Engine, make_policy: M
     for number, version in enumerate((3, 4, 4, 9, None)):
         attempt(engine, policy, f"a{number}", "t", number / 10, policy_version=version)
         attempt(engine, other, f"a{number}", "t", 1, policy_version=version)
-    assert exported(engine) == {"id:t": [0, 0.1, 0.2, 0.3, 0.4]}
-    assert exported(engine, oldest=4) == {"id:t": [0.1, 0.2, 0.3]}
-    assert exported(engine, oldest=4, newest=8) == {"id:t": [0.1, 0.2]}
+    assert exported(engine) == {"t": [0, 0.1, 0.2, 0.3, 0.4]}
+    assert exported(engine, oldest=4) == {"t": [0.1, 0.2, 0.3]}
+    assert exported(engine, oldest=4, newest=8) == {"t": [0.1, 0.2]}
     with transaction(engine) as connection:
         (found,) = calibration_export.export(connection, Wanted("support"))
         assert (found.rewards, found.oldest, found.newest) == (5, 3, 9)
@@ -130,7 +130,7 @@ def test_a_reward_of_an_earlier_rule_does_not_count(engine: Engine, make_policy:
             )
     with transaction(engine) as connection:
         policies.revise(connection, policy.id, {"batching": {"size": 8}})
-    assert exported(engine) == {"id:t": [1, 1, 1]}
+    assert exported(engine) == {"t": [1, 1, 1]}
     with transaction(engine) as connection:
         policies.revise(connection, policy.id, {"reward": {"rule": "min"}})
         assert calibration_export.outdated(connection, Wanted("support")) == 3

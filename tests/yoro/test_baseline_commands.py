@@ -1,33 +1,21 @@
 """The verbs on baselines: real files, a real database and server, what they print and how they end."""
 
 import json
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
-import uvicorn
 from sqlalchemy import Engine
-from typer.testing import CliRunner, Result
 
-from service import keys
-from service.api.app import create_app
 from service.baselines.calibration import ESTIMATED
 from service.baselines.selection import CANDIDATES
-from service.database.engine import transaction
-from service.settings import Settings
 from tests import training_ground
-from yoro.cli import app, main
+from tests.yoro.commands import run
+from yoro.cli import main
 
 KINDS = {"Add the numbers": 0.9, "Write a poem on": 0.1}
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(arguments))
 
 
 def calibration_file(path: Path, tasks: int) -> Path:
@@ -42,23 +30,6 @@ def calibration_file(path: Path, tasks: int) -> Path:
     ]  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-@pytest.fixture
-def served(engine: Engine, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server over the test's database, which the environment points the command to."""
-    with transaction(engine) as connection:
-        monkeypatch.setenv("YORO_API_KEY", keys.mint(connection, "ops", ["ops"]))
-    listener = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setenv("YORO_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
-    monkeypatch.setenv("YORO_DATABASE_URL", settings.database_url)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), log_level="error"))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    yield
-    server.should_exit = True
-    thread.join()
-    listener.close()
 
 
 @pytest.mark.slow
@@ -124,25 +95,6 @@ def test_bakeoff_ranks_the_estimators_of_logged_batches(engine: Engine) -> None:
     assert "1.00" in row
     assert row.rstrip(" │┃").endswith("3")
     assert run("bakeoff", "--policy", "nobody").exit_code == 1
-
-
-def test_an_export_is_what_calibrate_reads(
-    engine: Engine, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("YORO_DATABASE_URL", database_url)
-    file = tmp_path / "tasks.jsonl"
-    training_ground.prepare_batches(engine, 1)
-    none = run("calibration-set", "export", "tiny", str(file))
-    assert none.exit_code == 2
-    assert "no task of tiny has 2 rewards" in none.stderr
-    assert not list(tmp_path.iterdir())
-    with transaction(engine) as connection:
-        connection.exec_driver_sql("UPDATE rollouts SET task_key = 'id:' || mod(id, 2)")
-    done = run("calibration-set", "export", "tiny", str(file))
-    assert done.stdout == f"2 tasks with 4 rewards of versions 0 to 0: {file}\n"
-    assert list(tmp_path.iterdir()) == [file]
-    assert "make no batch of 32" in run("calibrate", str(file)).stderr
-    assert run("calibration-set", "export", "nobody", str(file)).exit_code == 1
 
 
 def test_group_size_compares_with_groups() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from yoro.cli import (
     adapters,
     baselines,
+    calibration_sets,
     consume,
     dead_letters,
     demo,
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(policies.app, name="policy")
 app.add_typer(keys.app, name="keys")
+app.add_typer(calibration_sets.app, name="calibration-set")
 app.add_typer(dead_letters.app, name="dead-letter")
 for module in (processes, consume, status, adapters, baselines, retention, demo, serve_sync):
     module.register(app)

@@ -1,12 +1,11 @@
-"""`yoro calibrate | calibration-set | bakeoff | group-size`: which baseline is best, and are groups better.
+"""`yoro calibrate | bakeoff | group-size`: which baseline is best, and are groups better.
 
 Files, tables and pictures; the measuring itself is `service.baselines`.
 """
 
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,24 +16,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
-from yoro.cli.processes import Database
 
 if TYPE_CHECKING:
     from service.baselines.calibration import ReplayedBatch, Score
     from service.baselines.calibration_sets import CalibrationSet
-    from service.batches.calibration_export import Exported
 
 SCORED_BATCHES = 200
 """Batches that are replayed unless `--replays` says otherwise."""
 
 
-sets = typer.Typer(help="Tasks with several rewards, for `yoro calibrate`.", no_args_is_help=True)
-
-
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
     app.command()(calibrate)
-    app.add_typer(sets, name="calibration-set")
     app.command()(bakeoff)
     app.command("group-size")(group_size)
 
@@ -150,54 +143,6 @@ def draw(report: Mapping[str, Any], path: Path, *, title: str) -> None:
     figure.legend(loc="outside lower right", frameon=False)  # within the axes it would lie on the line
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=150)
-
-
-@sets.command()
-def export(
-    policy: Annotated[str, typer.Argument(help="Whose logged rollouts.")],
-    file: Annotated[Path, typer.Argument(help="Where to write the lines that `yoro calibrate` reads.")],
-    *,
-    oldest: Annotated[int | None, typer.Option(min=0, help="First version that counts.")] = None,
-    newest: Annotated[int | None, typer.Option(min=0, help="Last version that counts.")] = None,
-    minimum_rewards: Annotated[int, typer.Option(min=2, help="Leave other tasks out.")] = 2,
-    database_url: Database = None,
-) -> None:
-    """Write the tasks that recur, with the rewards that the present rule gives; runs on a server."""
-    from service.batches import calibration_export
-    from service.database import engine as database
-    from service.settings import Settings
-
-    wanted = calibration_export.Wanted(policy, oldest, newest, minimum_rewards)
-    engine = database.connect(database_url or Settings().database_url, name="calibration-set export")
-    try:
-        with database.transaction(engine) as connection:
-            left_out = calibration_export.outdated(connection, wanted)
-            tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
-    finally:
-        engine.dispose()
-    if left_out:
-        print(f"{left_out} rollouts left out: an earlier reward rule made their rewards")
-    if not tasks:
-        raise typer.BadParameter(f"no task of {policy} has {minimum_rewards} rewards")
-    span = f"versions {min(versions)} to {max(versions)}" if versions else "no stated version"
-    print(f"{tasks} tasks with {rewards} rewards of {span}: {file}")
-
-
-def _write(exported: "Iterable[Exported]", file: Path) -> tuple[int, int, set[int]]:
-    """Write the lines, all or nothing; return tasks, rewards and the outermost versions."""
-    tasks, rewards, versions = 0, 0, set[int]()
-    partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as out:
-            for task in exported:
-                out.write(task.line + "\n")
-                tasks, rewards = tasks + 1, rewards + task.rewards
-                versions |= {version for version in (task.oldest, task.newest) if version is not None}
-        if tasks:
-            partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-    return tasks, rewards, versions
 
 
 def bakeoff(

@@ -1,0 +1,169 @@
+"""`yoro calibration-set`: tasks out of a real database, and into one as history that batches start from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import Engine, text
+
+from service.baselines.calibration_sets import parsed_line
+from service.batches import history
+from service.database.engine import transaction
+from tests import training_ground
+from tests.training_ground import HashingEncoder
+from tests.yoro.commands import run
+
+LINES = [
+    {"task_id": "a", "prompt": "add 1", "system": "Be brief.", "rewards": [1, 0.75, None],
+     "tools": [{"type": "function", "function": {"name": "sum", "description": "Add."}}]},
+    {"task_id": "b", "prompt": "write a poem", "context": {"tier": 2}, "rewards": [0.25]},
+    {"task_id": "c", "prompt": "nobody tried", "rewards": []},
+]  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Three tasks with three rewards."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+def remember_texts(engine: Engine, encoder: HashingEncoder) -> None:
+    """Put every text's vector into the cache, as the scheduler does."""
+    with transaction(engine) as connection:
+        ids = list(connection.execute(text("SELECT id FROM rollouts")).scalars())
+        missing = history.missing_texts(connection, ids, encoder.name)
+        vectors = [row.astype("<f4").tobytes() for row in encoder.encode(list(missing.values()))]
+        history.remember(connection, ids, encoder.name, dict(zip(missing, vectors, strict=True)))
+
+
+def test_an_export_is_what_calibrate_reads(
+    engine: Engine, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YORO_DATABASE_URL", database_url)
+    file = tmp_path / "tasks.jsonl"
+    training_ground.prepare_batches(engine, 1)
+    none = run("calibration-set", "export", "tiny", str(file))
+    assert none.exit_code == 2
+    assert "no task of tiny has 2 rewards" in none.stderr
+    assert not list(tmp_path.iterdir())
+    with transaction(engine) as connection:
+        connection.exec_driver_sql("UPDATE rollouts SET task_key = 'id:' || mod(id, 2)")
+    done = run("calibration-set", "export", "tiny", str(file))
+    assert done.stdout == f"2 tasks with 4 rewards of versions 0 to 0: {file}\n"
+    assert list(tmp_path.iterdir()) == [file]
+    assert "make no batch of 32" in run("calibrate", str(file)).stderr
+    assert run("calibration-set", "export", "nobody", str(file)).exit_code == 1
+
+
+@pytest.mark.usefixtures("served")
+def test_an_import_is_history_with_the_features_of_its_lines(engine: Engine, file: Path) -> None:
+    policy = training_ground.make_policy(engine, training_ground.tiny_settings())
+    done = run("calibration-set", "import", "tiny", str(file), "--policy-version", "0")
+    assert (done.exit_code, done.stdout) == (0, "3 rewards of 3 tasks serve tiny as history\n"), done.output
+    remember_texts(engine, HashingEncoder())
+    with transaction(engine) as connection:
+        found = training_ground.rewarded(connection, policy).scored
+        states = connection.execute(text("SELECT DISTINCT state, reason FROM rollouts")).all()
+    assert [tuple(row) for row in states] == [("excluded", "untrainable:no_assistant_turn")]
+    # the last round of attempts is the newest history, and holds every task
+    assert found.rewards[0] == 0.75
+    expected = {line["task_id"]: parsed_line(json.dumps(line), 1)[1] for line in LINES}
+    assert [task.features for task in found.tasks if task.task_key == "id:a"] == [expected["a"]] * 2
+    assert [task.features for task in found.tasks if task.task_key == "id:b"] == [expected["b"]]
+    assert sorted(found.rewards) == [0.25, 0.75, 1.0]
+
+
+@pytest.mark.usefixtures("served")
+def test_an_import_can_be_repeated_and_comes_out_of_an_export(
+    engine: Engine, file: Path, tmp_path: Path
+) -> None:
+    training_ground.make_policy(engine, training_ground.tiny_settings(reward={"value_range": (-1, 3)}))
+    for _ in range(2):
+        assert run("calibration-set", "import", "tiny", str(file)).exit_code == 0
+    back = tmp_path / "back.jsonl"
+    assert run("calibration-set", "export", "tiny", str(back)).exit_code == 0
+    (task,) = [json.loads(line) for line in back.read_text().splitlines()]
+    assert (task.pop("task_id"), sorted(task.pop("rewards"))) == ("a", [0.75, 1.0])
+    assert task == {name: value for name, value in LINES[0].items() if name in task}
+
+
+@pytest.mark.usefixtures("served")
+def test_a_task_known_by_its_features_keeps_its_key(engine: Engine, tmp_path: Path) -> None:
+    policy = training_ground.make_policy(engine, training_ground.tiny_settings())
+    training_ground.add_rollouts(engine, policy, training_ground.tiny_settings(), 1)
+    with transaction(engine) as connection:
+        key: str = connection.execute(text("SELECT task_key FROM rollouts")).scalar_one()
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"task_id": key, "prompt": "task 0", "rewards": [1]}))
+    assert run("calibration-set", "import", "tiny", str(file)).exit_code == 0
+    with transaction(engine) as connection:
+        assert connection.execute(text("SELECT DISTINCT task_key FROM rollouts")).scalars().all() == [key]
+
+
+@pytest.mark.usefixtures("served")
+def test_the_first_batch_after_an_import_is_judged_by_it(engine: Engine, tmp_path: Path) -> None:
+    """Every task of the first batch is one of the file's: its baseline is what the file says of it."""
+    settings = training_ground.tiny_settings()
+    policy = training_ground.make_policy(engine, settings)
+    rng = np.random.default_rng(0)
+    known = {f"task {number}": float(rng.random()) for number in range(training_ground.BATCH)}
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(
+        "".join(json.dumps({"task_id": t, "prompt": t, "rewards": [v] * 20}) + "\n" for t, v in known.items())
+    )
+    assert run("calibration-set", "import", "tiny", str(file), "--policy-version", "0").exit_code == 0
+    training_ground.add_rollouts(engine, policy, settings, training_ground.BATCH)
+    assert training_ground.form_batches(engine) == 1
+    with transaction(engine) as connection:
+        rows = connection.execute(
+            text("SELECT r.trace_id, m.baseline FROM batch_members m JOIN rollouts r ON r.id = m.rollout_id")
+        ).all()
+    assert {row.trace_id for row in rows} == {f"t{number:04d}" for number in range(training_ground.BATCH)}
+    for row in rows:
+        assert row.baseline == pytest.approx(known[f"task {int(row.trace_id[1:])}"], abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("rule", "graders", "said"),
+    [
+        ({"require": ["expert"]}, (), "the policy's rule requires expert"),
+        ({"rule": "weighted", "weights": {"expert": 1, "crm": 0}}, (), "rule weighs expert alone"),
+        ({"require": ["expert", "crm"]}, ("expert", "crm"), ""),
+        ({"rule": "weighted", "weights": {"expert": 1}}, ("expert",), ""),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("served")
+def test_an_import_that_would_make_no_reward_is_refused(
+    engine: Engine, file: Path, rule: dict[str, object], graders: tuple[str, ...], said: str
+) -> None:
+    training_ground.make_policy(engine, training_ground.tiny_settings(reward=rule))
+    options = [part for name in graders for part in ("--grader", name)]
+    done = run("calibration-set", "import", "tiny", str(file), *options)
+    with transaction(engine) as connection:
+        rewards = sorted(connection.execute(text("SELECT reward FROM rollouts")).scalars())
+    if said:
+        assert (done.exit_code, rewards) == (2, [])
+        assert said in " ".join(done.stderr.replace("│", " ").split())
+    else:
+        assert (done.exit_code, rewards) == (0, [0.25, 0.75, 1.0])
+
+
+@pytest.mark.usefixtures("served")
+def test_a_task_that_changed_under_its_id_is_told(engine: Engine, file: Path) -> None:
+    training_ground.make_policy(engine, training_ground.tiny_settings())
+    assert run("calibration-set", "import", "tiny", str(file)).exit_code == 0
+    file.write_text(json.dumps({"task_id": "b", "prompt": "another", "rewards": [1]}))
+    done = run("calibration-set", "import", "tiny", str(file))
+    assert done.exit_code == 1
+    assert "is already there with other content" in done.stderr
+    assert "1 of 1 rewards were refused" in done.stderr
+
+
+def test_a_malformed_line_is_named_before_anything_is_sent(file: Path) -> None:
+    file.write_text(file.read_text() + '{"task_id": "d", "prompt": "p", "rewards": ["good"]}')
+    done = run("calibration-set", "import", "tiny", str(file), "--url", "http://127.0.0.1:1")
+    assert done.exit_code == 2
+    assert "line 4: `rewards` holds 'good'" in " ".join(done.stderr.replace("│", " ").split())
