@@ -28,7 +28,7 @@ async def post_reward(request: Request) -> Response:
     if not isinstance(answer, GradeAccepted):
         raise answer if isinstance(answer, YoroError) else YoroError()
     telemetry.GRADES.labels(answer.status).inc()
-    return durable(answer.status, answer.model_dump())
+    return durable(answer)
 
 
 @router.post("/v1/rewards/batch", status_code=207, response_model=dict[str, list[GradeResult]])

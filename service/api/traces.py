@@ -1,6 +1,5 @@
 """`POST /v1/traces` and `/v1/traces/batch`: the door of the agents."""
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from service import telemetry
@@ -9,7 +8,7 @@ from service.api.bodies import read_json
 from service.api.context import authenticate_sender, context
 from service.api.direct import DirectRoute
 from service.errors import YoroError
-from service.schemas import TraceAccepted, TraceResult
+from service.schemas import GradeAccepted, TraceAccepted, TraceResult
 
 router = APIRouter(tags=["agents"], route_class=DirectRoute)
 
@@ -29,7 +28,7 @@ async def post_trace(request: Request) -> Response:
     if not isinstance(answer, TraceAccepted):
         raise answer if isinstance(answer, YoroError) else YoroError()
     telemetry.TRACES.labels(answer.status).inc()
-    return durable(answer.status, answer.model_dump())
+    return durable(answer)
 
 
 @router.post("/v1/traces/batch", status_code=207, response_model=dict[str, list[TraceResult]])
@@ -38,7 +37,7 @@ async def post_traces(request: Request) -> Response:
     return await answer_batch(request, "traces", context(request).intake.trace)
 
 
-def durable(status: str, document: dict[str, object]) -> Response:
+def durable(answer: TraceAccepted | GradeAccepted) -> Response:
     """Return 201 for what is new, 200 for a duplicate; either way it is in the database."""
-    code = 201 if status == "accepted" else 200
-    return Response(orjson.dumps(document), code, media_type="application/json")
+    code = 201 if answer.status == "accepted" else 200
+    return Response(answer.model_dump_json(), code, media_type="application/json")

@@ -149,10 +149,10 @@ class _Texts:
     normalised: bytes
     features: bytes
     feature_text: str
-    messages: list[bytes]
+    opening: list[bytes]
+    """The messages of the prompt, and the first action where there is one."""
     prompt_ends: list[int]
     """Indexes of the prompt's assistant messages."""
-    actions_start: int
     trace_id: str
     task_id: str | None
 
@@ -166,9 +166,8 @@ def _texts(document: dict[str, Any], normalised: bytes | None) -> _Texts:
             {"text": features.text, "prompt_length": features.prompt_length, "context": features.context}
         ),
         feature_text=features.text,
-        messages=[jsontext.dump(message) for message in messages],
+        opening=[jsontext.dump(message) for message in messages[: start + 1]],
         prompt_ends=[at for at, message in enumerate(messages[:start]) if message["role"] == "assistant"],
-        actions_start=start,
         trace_id=document["trace_id"],
         task_id=document.get("task_id"),
     )
@@ -193,7 +192,7 @@ def _columns(key: bytes, said: bytes, raw: bytes, texts: _Texts) -> Columns:
         features=_compress(texts.features),
         text_digest=_digest(texts.feature_text.encode()),
         content_digest=_content_digest(texts),
-        opening_digest=_digest(_array(texts.messages[: texts.actions_start + 1])),
+        opening_digest=_digest(_array(texts.opening)),
         prompt_digests=_prompt_digests(texts),
     )
 
@@ -215,7 +214,7 @@ def _prompt_digests(texts: _Texts) -> bytes:
     """
     digests, growing, at = [], hashlib.sha256(b"["), 0
     for end in texts.prompt_ends:
-        for message in texts.messages[at : end + 1]:
+        for message in texts.opening[at : end + 1]:
             growing.update(b"," + message if at else message)
             at += 1
         whole = growing.copy()
