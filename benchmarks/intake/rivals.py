@@ -22,12 +22,13 @@ from sqlalchemy import create_engine, text
 from benchmarks.intake import documents
 from benchmarks.intake.otlp_body import SPAN_PLACE, TRACE_PLACE
 from benchmarks.intake.servers import Installation, Process, running, start, start_api
-from benchmarks.intake.wrk import load_batches, load_binary
+from benchmarks.intake.wrk import PLACE, load, load_batches, load_binary
 from benchmarks.report import Report
 from yoro.ports import free_port
 
 VENVS = Path(__file__).parents[1] / ".venvs"
 CONNECTIONS, BATCH, SETTLED_SECONDS = 16, 100, 15.0
+SHAPES = {"single traces": 1, f"batches of {BATCH}": BATCH}
 BOUND = 30.0
 
 
@@ -65,32 +66,40 @@ RIVALS = (
 
 
 def measure(report: Report, where: Installation, seconds: float) -> None:
-    """Measure every server in turn, by single traces and by batches."""
+    """Measure every server in turn, by single traces and by batches; compare like with like."""
     ours = _ours(where, seconds)
-    report.add("yoro, batches of 100 (its own JSON)", ours, "durable traces/s")
-    best = 0.0
+    best = dict.fromkeys(ours, 0.0)
+    for shape, rate in ours.items():
+        report.add(f"yoro, {shape} (its own JSON)", rate, "durable traces/s")
     for rival in RIVALS:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="yoro-rival-"))
             server = stack.enter_context(running(_started(rival, where, folder)))
-            for run, count in enumerate((1, BATCH), start=1):
+            for run, (shape, count) in enumerate(SHAPES.items(), start=1):
                 body = _body(rival, Path(folder), count)
                 rate = _durable(rival, server, where, body, seconds=seconds, run=run)
-                named = "single traces" if count == 1 else f"batches of {count}"
-                report.add(f"{rival.name}, {named} (OTLP)", rate, "durable traces/s")
-                best = max(best, rate)
-    report.add("yoro over the better rival at its best", ours / best, "ratio", BOUND)
+                report.add(f"{rival.name}, {shape} (OTLP)", rate, "durable traces/s")
+                best[shape] = max(best[shape], rate)
+    for shape, rate in ours.items():
+        report.add(f"yoro over the better rival, {shape}", rate / best[shape], "ratio", BOUND)
 
 
-def _ours(where: Installation, seconds: float) -> float:
-    with running(start_api(where)) as api:
-        return _counted(
-            lambda: where.count("rollouts"),
-            lambda: load_batches(
-                api.url, where.key, documents.trace, BATCH, connections=CONNECTIONS, seconds=seconds,
-                run="rivals",
-            ),
+def _ours(where: Installation, seconds: float) -> dict[str, float]:
+    def single() -> None:
+        load(
+            api.url, "/v1/traces", where.key, documents.encoded(documents.trace(PLACE)),
+            connections=CONNECTIONS, seconds=seconds, run="rivals-single",
         )  # fmt: skip
+
+    def batches() -> None:
+        load_batches(
+            api.url, where.key, documents.trace, BATCH, connections=CONNECTIONS, seconds=seconds,
+            run="rivals-batches",
+        )  # fmt: skip
+
+    with running(start_api(where)) as api:
+        sent = zip(SHAPES, (single, batches), strict=True)
+        return {shape: _counted(lambda: where.count("rollouts"), send) for shape, send in sent}
 
 
 def _body(rival: Rival, folder: Path, count: int) -> Path:

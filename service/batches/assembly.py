@@ -81,7 +81,7 @@ def assemble(
     """Form one batch from the view's candidates; tasks that are `known` are not read again.
 
     Returns None when another scheduler is at this policy or took a candidate, or a writer holds one.
-    Raises EmbeddingMissing when the cache lacks a vector: embed and try again.
+    Raises VectorMissing when the cache lacks a vector: embed and try again.
     """
     if not view.candidates or not try_lock(connection, ASSEMBLY, view.policy_id):
         return None

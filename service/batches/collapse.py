@@ -120,7 +120,7 @@ def rollouts(connection: Connection, policy_id: int, drop: Drop) -> tuple[list[i
 def confirm(connection: Connection, policy_id: int, guards: Guards, drop: Drop, encoder: str) -> Drop | None:
     """Return the drop net of how difficult the new tasks were, if it is still great enough.
 
-    Raises EmbeddingMissing: embed the texts of `rollouts` first.
+    Raises VectorMissing: embed the texts of `rollouts` first.
     """
     good_ids, new_ids = rollouts(connection, policy_id, drop)
     good = history.load(connection, good_ids, encoder).scored

@@ -86,7 +86,7 @@ def needed_rollouts(connection: Connection, view: Outlook) -> list[int]:
 def act(connection: Connection, view: Outlook, encoder: str) -> Act | None:
     """Do the first thing that is due; None when nothing is, or when the policy has moved on.
 
-    Raises EmbeddingMissing when a rollout came to `needed_rollouts` meanwhile: look again.
+    Raises VectorMissing when a rollout came to `needed_rollouts` meanwhile: look again.
     """
     hold_lineage(connection, view.policy_id)
     present = connection.execute(_PRESENT, {"policy": view.policy_id}).one()

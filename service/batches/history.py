@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row, text
 
 from service.baselines.estimators import Scored
 from service.baselines.features import Task, TaskFeatures
+from service.batches.vectors import MissingText, VectorMissing
 
 NOTHING_KNOWN: Mapping[int, Task] = {}
 _DIGEST_BYTES = 32
@@ -41,21 +42,9 @@ SELECT id, reward FROM rollouts WHERE id = ANY(:ids) AND reward IS NOT NULL AND 
 """)
 
 _MISSING = text("""
-SELECT DISTINCT ON (f.text_digest) f.text_digest, f.features FROM rollout_features f
+SELECT DISTINCT ON (f.text_digest) f.text_digest, f.rollout_id, f.features FROM rollout_features f
 LEFT JOIN embeddings e ON e.text_digest = f.text_digest AND e.encoder = :encoder
 WHERE f.rollout_id = ANY(:ids) AND e.text_digest IS NULL
-""")
-
-_REMEMBER = text("""
-WITH kept AS (
-    -- an erasure of one of these waits for this transaction, or has removed the row already
-    SELECT text_digest FROM rollout_features WHERE rollout_id = ANY(:ids) ORDER BY rollout_id FOR KEY SHARE
-)
-INSERT INTO embeddings (text_digest, encoder, vector)
-SELECT digest, :encoder, vector
-FROM unnest(CAST(:digests AS bytea[]), CAST(:vectors AS bytea[])) AS new (digest, vector)
-WHERE digest IN (SELECT text_digest FROM kept)
-ORDER BY digest ON CONFLICT DO NOTHING
 """)
 
 
@@ -72,10 +61,6 @@ class Rewarded:
         return dict(zip(self.ids, self.scored.tasks, strict=True))
 
 
-class EmbeddingMissing(Exception):
-    """A text has no cached vector yet; embed it and assemble again."""
-
-
 def window(
     connection: Connection, policy_id: int, *, cutoff: object, members: Sequence[int], limit: int
 ) -> list[int]:
@@ -89,14 +74,14 @@ def window(
 def load(
     connection: Connection, ids: Sequence[int], encoder: str, known: Mapping[int, Task] = NOTHING_KNOWN
 ) -> Rewarded:
-    """Read rollouts with rewards, in the order of `ids`. Raises EmbeddingMissing.
+    """Read rollouts with rewards, in the order of `ids`. Raises VectorMissing.
 
     `known`: tasks read before with the same encoder. A rollout's task never changes, its reward may.
     """
     new = [id_ for id_ in ids if id_ not in known]
     rows = connection.execute(_TASKS, {"ids": new, "encoder": encoder}).all() if new else []
     if any(row.vector is None for row in rows):
-        raise EmbeddingMissing
+        raise VectorMissing
     inflate = zstandard.ZstdDecompressor()  # making one costs more than what it inflates here
     tasks = {**known, **{row.id: _task(row, inflate) for row in rows}}
     rewards = {row.id: row.reward for row in connection.execute(_REWARDS, {"ids": list(ids)})}
@@ -105,22 +90,13 @@ def load(
     return Rewarded(kept, scored)
 
 
-def missing_texts(connection: Connection, ids: Sequence[int], encoder: str) -> dict[bytes, str]:
+def missing_texts(connection: Connection, ids: Sequence[int], encoder: str) -> dict[bytes, MissingText]:
     """Return the feature texts of these rollouts that the cache has no vector of, by digest."""
     rows = connection.execute(_MISSING, {"ids": list(ids), "encoder": encoder})
     inflate = zstandard.ZstdDecompressor()
-    return {row.text_digest: _features(row.features, inflate).text for row in rows}
-
-
-def remember(connection: Connection, ids: Sequence[int], encoder: str, vectors: dict[bytes, bytes]) -> None:
-    """Put vectors of these rollouts' texts into the cache, unless they were erased meanwhile."""
-    connection.execute(
-        _REMEMBER,
-        {
-            "ids": list(ids), "encoder": encoder, "digests": list(vectors),
-            "vectors": list(vectors.values()),
-        },
-    )  # fmt: skip
+    return {
+        row.text_digest: MissingText(row.rollout_id, _features(row.features, inflate).text) for row in rows
+    }
 
 
 def _task(row: Row[tuple[object, ...]], inflate: zstandard.ZstdDecompressor) -> Task:

@@ -17,11 +17,23 @@ from sqlalchemy import Connection, Engine, text
 
 from service import telemetry
 from service.baselines.features import Task
-from service.batches import alerts, assembly, choices, counts, expiry, gates, guards, history, overload, turns
+from service.batches import (
+    alerts,
+    assembly,
+    choices,
+    counts,
+    expiry,
+    gates,
+    guards,
+    history,
+    overload,
+    turns,
+    vectors,
+)
 from service.batches.choices import Formed
 from service.batches.locks import ASSEMBLY, try_lock
 from service.batches.outlook import Outlook, outlook
-from service.batches.turns import MissingText
+from service.batches.vectors import MissingText, VectorMissing
 from service.database.engine import transaction
 from service.errors import Unavailable
 
@@ -129,11 +141,11 @@ class Scheduler:
         with transaction(self._engine) as connection:
             needed = guards.needed_rollouts(connection, view)
             missing = history.missing_texts(connection, needed, self._encoder.name) if needed else {}
-        self._embed(needed, missing)
+        self._embed(missing)
         try:
             with transaction(self._engine) as connection:
                 act = guards.act(connection, view, self._encoder.name)
-        except history.EmbeddingMissing:
+        except VectorMissing:
             return  # rollouts came into view meanwhile; the next look embeds them
         self._guarded[view.policy_id] = state
         if act is not None:
@@ -149,18 +161,17 @@ class Scheduler:
             new = [rollout for rollout in needed if rollout not in known]
             missing = history.missing_texts(connection, new, self._encoder.name) if new else {}
             with_turns = view.candidates if needed and view.settings.objective.turn_weight else []
-            said = turns.missing_texts(connection, with_turns, self._encoder.name) if with_turns else {}
+            missing |= turns.missing_texts(connection, with_turns, self._encoder.name) if with_turns else {}
         if view.blocked_by:
             return None
-        self._embed(new, missing)
-        self._embed_turns(said)
+        self._embed(missing)
         return self._assemble(view, known)
 
     def _assemble(self, view: Outlook, known: dict[int, Task]) -> Formed | None:
         try:
             with transaction(self._engine) as connection:
                 formed = assembly.assemble(connection, view, self._encoder.name, known)
-        except history.EmbeddingMissing:
+        except VectorMissing:
             return None  # history moved on meanwhile; the next look embeds it
         if formed is None:
             return None
@@ -169,18 +180,10 @@ class Scheduler:
         self._log.info("batch_formed", policy=view.policy, batch=formed.number, size=len(view.candidates))
         return formed
 
-    def _embed(self, rollouts: Sequence[int], missing: dict[bytes, str]) -> None:
-        if missing:
-            vectors = self._encoded(missing)
-            with transaction(self._engine) as connection:
-                history.remember(connection, rollouts, self._encoder.name, vectors)
-
-    def _embed_turns(self, missing: dict[bytes, MissingText]) -> None:
-        if missing:
-            vectors = self._encoded({digest: said.text for digest, said in missing.items()})
-            with transaction(self._engine) as connection:
-                turns.remember(connection, self._encoder.name, missing, vectors)
-
-    def _encoded(self, texts: Mapping[bytes, str]) -> dict[bytes, bytes]:
-        rows = self._encoder.encode(list(texts.values())).astype("<f4")
-        return {digest: row.tobytes() for digest, row in zip(texts, rows, strict=True)}
+    def _embed(self, missing: Mapping[bytes, MissingText]) -> None:
+        if not missing:
+            return
+        rows = self._encoder.encode([each.text for each in missing.values()]).astype("<f4")
+        encoded = {digest: row.tobytes() for digest, row in zip(missing, rows, strict=True)}
+        with transaction(self._engine) as connection:
+            vectors.remember(connection, self._encoder.name, missing, encoded)

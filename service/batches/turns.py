@@ -19,7 +19,9 @@ from sqlalchemy import Connection, text
 from service.baselines.estimators import Estimator, Scored
 from service.baselines.features import TaskFeatures, first_action
 from service.baselines.turns import features_before, text_digest, turn_baselines, turn_task
-from service.batches.history import EmbeddingMissing, Rewarded
+from service.batches import vectors
+from service.batches.history import Rewarded
+from service.batches.vectors import MissingText, VectorMissing
 from service.database.documents import read_document
 from service.schemas import has_token_ids
 
@@ -44,23 +46,6 @@ ORDER BY array_position(CAST(:ids AS bigint[]), g.rollout_id), g.turn
 """)
 
 _DOCUMENTS = text("SELECT rollout_id, normalised FROM rollout_documents WHERE rollout_id = ANY(:ids)")
-
-_VECTORS = text("""
-SELECT text_digest, vector FROM embeddings WHERE encoder = :encoder AND text_digest = ANY(:digests)
-""")
-
-_REMEMBER = text("""
-WITH kept AS (
-    -- an erasure of one of these waits for this transaction, or has removed the row already
-    SELECT rollout_id FROM rollout_features WHERE rollout_id = ANY(:ids) ORDER BY rollout_id FOR KEY SHARE
-)
-INSERT INTO embeddings (text_digest, encoder, vector)
-SELECT digest, :encoder, vector
-FROM unnest(CAST(:ids AS bigint[]), CAST(:digests AS bytea[]), CAST(:vectors AS bytea[]))
-     AS new (id, digest, vector)
-WHERE id IN (SELECT rollout_id FROM kept)
-ORDER BY digest ON CONFLICT DO NOTHING
-""")
 
 _STORE = text("""
 INSERT INTO batch_turns (batch_id, rollout_id, turn, reward, baseline, advantage, grade_ids, note)
@@ -94,14 +79,6 @@ class GradedTurn:
     def digest(self) -> bytes:
         """What its vector is cached by."""
         return text_digest(self.features)
-
-
-@dataclass(frozen=True, slots=True)
-class MissingText:
-    """A turn's text without a vector, and a rollout that it is part of."""
-
-    rollout_id: int
-    text: str
 
 
 def graded(connection: Connection, rollouts: Sequence[int]) -> list[GradedTurn]:
@@ -145,7 +122,7 @@ def obstacle(document: Mapping[str, Any], turn: int) -> str:
 def missing_texts(connection: Connection, rollouts: Sequence[int], encoder: str) -> dict[bytes, MissingText]:
     """Return the texts of these rollouts' graded turns that the cache has no vector of, by digest."""
     found = [turn for turn in graded(connection, rollouts) if not turn.note]
-    known = _vectors(connection, found, encoder)
+    known = vectors.known(connection, encoder, [turn.digest for turn in found])
     return {
         turn.digest: MissingText(turn.rollout_id, turn.features.text)
         for turn in found
@@ -153,40 +130,27 @@ def missing_texts(connection: Connection, rollouts: Sequence[int], encoder: str)
     }
 
 
-def remember(
-    connection: Connection, encoder: str, missing: Mapping[bytes, MissingText], vectors: Mapping[bytes, bytes]
-) -> None:
-    """Put vectors of turns' texts into the cache, unless their rollouts were erased meanwhile."""
-    connection.execute(
-        _REMEMBER,
-        {
-            "ids": [missing[digest].rollout_id for digest in vectors], "encoder": encoder,
-            "digests": list(vectors), "vectors": list(vectors.values()),
-        },
-    )  # fmt: skip
-
-
 def compared(
     connection: Connection, members: Rewarded, estimator: Estimator, encoder: str
 ) -> list[GradedTurn]:
-    """Read the members' graded turns and give a baseline to each that can teach. Raises EmbeddingMissing."""
+    """Read the members' graded turns and give a baseline to each that can teach. Raises VectorMissing."""
     found = graded(connection, members.ids)
     teaching = [turn for turn in found if not turn.note]
-    vectors = _vectors(connection, teaching, encoder)
-    if any(turn.digest not in vectors for turn in teaching):
-        raise EmbeddingMissing
-    with_baselines = iter(estimate(members, estimator, teaching, vectors))
+    known = vectors.known(connection, encoder, [turn.digest for turn in teaching])
+    if any(turn.digest not in known for turn in teaching):
+        raise VectorMissing
+    with_baselines = iter(estimate(members, estimator, teaching, known))
     return [turn if turn.note else next(with_baselines) for turn in found]
 
 
 def estimate(
-    members: Rewarded, estimator: Estimator, turns: Sequence[GradedTurn], vectors: Mapping[bytes, bytes]
+    members: Rewarded, estimator: Estimator, turns: Sequence[GradedTurn], known: Mapping[bytes, bytes]
 ) -> list[GradedTurn]:
     """Give each of these turns, all of which can teach, its baseline from the others."""
     by_id = members.by_id
     tasks = [
         turn_task(
-            by_id[turn.rollout_id], turn.features, np.frombuffer(vectors[turn.digest], "<f4"), turn=turn.turn
+            by_id[turn.rollout_id], turn.features, np.frombuffer(known[turn.digest], "<f4"), turn=turn.turn
         )
         for turn in turns
     ]
@@ -202,11 +166,3 @@ def store(connection: Connection, batch_id: int, turns: Sequence[GradedTurn]) ->
     grades = [str(turn.grade_ids) for turn in turns]  # a list of integers is its own JSON
     if turns:
         connection.execute(_STORE, {"batch": batch_id, **values, "grade_ids": grades})
-
-
-def _vectors(connection: Connection, turns: Sequence[GradedTurn], encoder: str) -> dict[bytes, bytes]:
-    digests = sorted({turn.digest for turn in turns})
-    if not digests:
-        return {}
-    rows = connection.execute(_VECTORS, {"encoder": encoder, "digests": digests})
-    return {bytes(row.text_digest): bytes(row.vector) for row in rows}

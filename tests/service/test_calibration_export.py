@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from service.baselines.calibration_sets import parsed_line
-from service.batches import calibration_export, erasure, history
+from service.batches import calibration_export, erasure, history, vectors
 from service.batches.calibration_export import Wanted
 from service.database import policies
 from service.database.engine import transaction
@@ -71,9 +71,9 @@ def test_a_line_reads_back_as_the_features_that_the_baselines_saw(
     with transaction(engine) as connection:
         (found,) = calibration_export.export(connection, Wanted("support"))
         ids = list(connection.execute(text("SELECT id FROM rollouts ORDER BY id")).scalars())
-        digests = history.missing_texts(connection, ids, HashingEncoder.name)
-        vectors = {each: np.ones(2, dtype="<f4").tobytes() for each in digests}
-        history.remember(connection, ids, HashingEncoder.name, vectors)
+        missing = history.missing_texts(connection, ids, HashingEncoder.name)
+        encoded = {each: np.ones(2, dtype="<f4").tobytes() for each in missing}
+        vectors.remember(connection, HashingEncoder.name, missing, encoded)
         seen = history.load(connection, ids, HashingEncoder.name).scored.tasks[0]
     task_id, features, rewards = parsed_line(found.line, 1)
     assert (task_id, rewards.tolist()) == ("t", [1, 0])

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine, text
 
 from service.baselines.calibration_sets import parsed_line
-from service.batches import history
+from service.batches import history, vectors
 from service.database.engine import transaction
 from tests import training_ground
 from tests.training_ground import HashingEncoder
@@ -35,8 +35,9 @@ def remember_texts(engine: Engine, encoder: HashingEncoder) -> None:
     with transaction(engine) as connection:
         ids = list(connection.execute(text("SELECT id FROM rollouts")).scalars())
         missing = history.missing_texts(connection, ids, encoder.name)
-        vectors = [row.astype("<f4").tobytes() for row in encoder.encode(list(missing.values()))]
-        history.remember(connection, ids, encoder.name, dict(zip(missing, vectors, strict=True)))
+        rows = encoder.encode([each.text for each in missing.values()]).astype("<f4")
+        encoded = {digest: row.tobytes() for digest, row in zip(missing, rows, strict=True)}
+        vectors.remember(connection, encoder.name, missing, encoded)
 
 
 def test_an_export_is_what_calibrate_reads(

@@ -13,7 +13,6 @@ from service.baselines.estimators import ESTIMATORS, Scored, make_estimator
 from service.baselines.features import excluded_neighbours
 from service.baselines.linear import PRIOR_REWARD
 from service.baselines.turns import features_before, turn_baselines, turn_features, turn_task
-from service.batches.turns import obstacle
 from tests.service.baselines.synthetic_tasks import EMPTY, pseudo_embedding, synthetic_task
 
 
@@ -53,34 +52,7 @@ def test_only_the_nearest_points_inform_a_turn(monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_allclose(values[:3], [0.3, 0.4, 0.5])
 
 
-USER, ASSISTANT = {"role": "user", "content": "go"}, {"role": "assistant", "content": "done"}
-
-
-def called(index: int, **ids: list[int]) -> dict[str, object]:
-    return {"message_index": index, **ids}
-
-
-IDS = {"prompt_token_ids": [5], "completion_token_ids": [6]}
-
-
-@pytest.mark.parametrize(
-    ("calls", "turn", "expected"),
-    [
-        ([], 1, ""),
-        ([], 3, ""),
-        ([], 0, "not_sampled"),
-        ([], 4, "not_sampled"),
-        ([called(3)], 1, "not_sampled"),  # part of the prompt
-        ([called(3), called(3)], 3, ""),  # without ids the template locates it
-        ([called(1, **IDS), called(3, **IDS)], 3, ""),
-        ([called(1, **IDS), called(3)], 3, "no_token_ids"),
-        ([called(1, **IDS)], 3, "no_token_ids"),
-        ([called(1, **IDS), called(3, **IDS), called(3, **IDS)], 3, "several_calls"),
-    ],
-)
-def test_tokens_of_a_turn_are_told_only_where_that_is_certain(calls, turn, expected):
-    assert obstacle({"messages": [USER, ASSISTANT, USER, ASSISTANT], "calls": calls}, turn) == expected
-
+USER = {"role": "user", "content": "go"}
 
 # Three agents, two turns each of one of two actions: all 64 outcomes are enumerated, so that the mean
 # gradient is exact. What a second turn's features say depends on the other agents' first actions.

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from service.batches import stories
 from service.batches.scheduler import Scheduler
 from service.batches.stories import Steps
-from service.batches.turns import TURNS_TAUGHT
+from service.batches.turns import TURNS_TAUGHT, obstacle
 from tests.service.batches.ground import Ground, make_ground
 from tests.training_ground import HashingEncoder
 
@@ -206,3 +206,31 @@ def test_a_turn_graded_after_the_look_is_embedded_at_the_next_one(engine: Engine
     assert scheduler.form(ground.policy_id) is None
     assert scheduler.form(ground.policy_id) is not None
     assert list(turns_of(ground)) == [("a", 1)]
+
+
+def called(index: int, **ids: list[int]) -> dict[str, Any]:
+    return {"message_index": index, **ids}
+
+
+IDS = {"prompt_token_ids": [5], "completion_token_ids": [6]}
+
+
+@pytest.mark.parametrize(
+    ("calls", "turn", "expected"),
+    [
+        ([], 1, ""),
+        ([], 3, ""),
+        ([], 0, "not_sampled"),
+        ([], 4, "not_sampled"),
+        ([called(3)], 1, "not_sampled"),  # part of the prompt
+        ([called(3), called(3)], 3, ""),  # without ids the template locates it
+        ([called(1, **IDS), called(3, **IDS)], 3, ""),
+        ([called(1, **IDS), called(3)], 3, "no_token_ids"),
+        ([called(1, **IDS)], 3, "no_token_ids"),
+        ([called(1, **IDS), called(3, **IDS), called(3, **IDS)], 3, "several_calls"),
+    ],
+)
+def test_tokens_of_a_turn_are_told_only_where_that_is_certain(
+    calls: list[dict[str, Any]], turn: int, expected: str
+) -> None:
+    assert obstacle({"messages": conversation("t"), "calls": calls}, turn) == expected
