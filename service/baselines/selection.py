@@ -10,7 +10,7 @@ do. Invariant: what scores a batch was chosen and fitted on earlier batches only
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -66,13 +66,35 @@ def predictions(state: Selection, batch: Scored, history: Scored) -> dict[str, B
 
 def advanced(state: Selection, made: Mapping[str, Baselines], batch: Scored, history: Scored) -> Selection:
     """The state for the next batch, now that this batch's rewards have been scored."""
-    squared = {name: float(np.mean((batch.rewards - b.values) ** 2)) for name, b in made.items()}
+    after = scored(state, squared_errors(made, batch))
+    if not refit_is_due(after):
+        return after
+    seen = Scored([*history.tasks, *batch.tasks], np.concatenate([history.rewards, batch.rewards]))
+    return refitted(after, seen)
+
+
+def squared_errors(made: Mapping[str, Baselines], batch: Scored) -> dict[str, float]:
+    """Mean squared advantage of each candidate on a batch."""
+    return {name: float(np.mean((batch.rewards - b.values) ** 2)) for name, b in made.items()}
+
+
+def scored(state: Selection, squared: Mapping[str, float]) -> Selection:
+    """The state with one more batch's errors, and the choice that follows from them."""
     errors = (*state.errors, squared)[-COMPARED_BATCHES:]
-    batches = state.batches + 1
-    parameters = state.parameters
-    if batches in (1, 2) or batches % REFIT_EVERY == 0:
-        parameters = {**parameters, GaussianProcess.name: _refitted(state, batch, history)}
-    return Selection(choice(state.chosen, errors), batches, errors, parameters)
+    return Selection(choice(state.chosen, errors), state.batches + 1, errors, state.parameters)
+
+
+def refit_is_due(state: Selection) -> bool:
+    """Tell whether hyperparameters are to be fitted after the newest batch."""
+    return state.batches in (1, 2) or state.batches % REFIT_EVERY == 0
+
+
+def refitted(state: Selection, seen: Scored) -> Selection:
+    """The state with hyperparameters fitted to these rollouts, oldest first."""
+    name = GaussianProcess.name
+    process = GaussianProcess.from_parameters(**state.parameters.get(name, {}))
+    fit = {key: float(value) for key, value in fitted(process, seen).parameters.items()}
+    return replace(state, parameters={**state.parameters, name: fit})
 
 
 def choice(incumbent: str, errors: tuple[Mapping[str, float], ...]) -> str:
@@ -91,9 +113,3 @@ def choice(incumbent: str, errors: tuple[Mapping[str, float], ...]) -> str:
         if gained.mean() > max(MINIMUM_GAIN * held.mean(), MINIMUM_DEVIATIONS * deviation):
             gains[name] = float(gained.mean())
     return max(sorted(gains), key=gains.__getitem__, default=incumbent)
-
-
-def _refitted(state: Selection, batch: Scored, history: Scored) -> dict[str, float]:
-    process = GaussianProcess.from_parameters(**state.parameters.get(GaussianProcess.name, {}))
-    seen = Scored([*history.tasks, *batch.tasks], np.concatenate([history.rewards, batch.rewards]))
-    return {name: float(value) for name, value in fitted(process, seen).parameters.items()}

@@ -100,7 +100,8 @@ def assemble(
         graded = turns.compared(connection, members, estimator, encoder)
     batch_id, number = _store(connection, view, members, past, made, graded=graded)
     turns.store(connection, batch_id, graded)
-    return Formed(batch_id, view.policy_id, number, members, past, state)
+    settled = past.among(history.settled(connection, past.ids))
+    return Formed(batch_id, number, members, past, settled, state)
 
 
 def _still_due(connection: Connection, view: Outlook) -> bool:

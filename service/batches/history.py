@@ -4,7 +4,7 @@ Must run inside the caller's transaction. Knows the encoder by name only: vector
 and `missing_texts` says which are not there yet.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Row, text
 
 from service.baselines.estimators import Scored
 from service.baselines.features import Task, TaskFeatures
+from service.batches import gates
 from service.batches.vectors import MissingText, VectorMissing
 
 NOTHING_KNOWN: Mapping[int, Task] = {}
@@ -41,6 +42,13 @@ _REWARDS = text("""
 SELECT id, reward FROM rollouts WHERE id = ANY(:ids) AND reward IS NOT NULL AND erased_at IS NULL
 """)
 
+# What is `batched` can come back when its batch is dissolved, what waits can become ready.
+_SETTLED = text("""
+SELECT id FROM rollouts
+WHERE id = ANY(:ids)
+  AND (state = 'trained' OR state = 'excluded' AND (reason = ANY(:final) OR reason LIKE 'untrainable:%'))
+""")
+
 _MISSING = text("""
 SELECT DISTINCT ON (f.text_digest) f.text_digest, f.rollout_id, f.features FROM rollout_features f
 LEFT JOIN embeddings e ON e.text_digest = f.text_digest AND e.encoder = :encoder
@@ -54,6 +62,12 @@ class Rewarded:
 
     ids: list[int]
     scored: Scored
+
+    def among(self, ids: Set[int]) -> "Rewarded":
+        """Those of the ids given, in the same order."""
+        places = [at for at, id_ in enumerate(self.ids) if id_ in ids]
+        scored = Scored([self.scored.tasks[at] for at in places], self.scored.rewards[places])
+        return Rewarded([self.ids[at] for at in places], scored)
 
     @property
     def by_id(self) -> dict[int, Task]:
@@ -69,6 +83,12 @@ def window(
         _HISTORY, {"policy": policy_id, "cutoff": cutoff, "members": list(members), "limit": limit}
     ).scalars()
     return list(found)[::-1]
+
+
+def settled(connection: Connection, ids: Sequence[int]) -> set[int]:
+    """Return those of the rollouts that can never enter a batch again."""
+    asked = {"ids": list(ids), "final": list(gates.FINAL)}
+    return set(connection.execute(_SETTLED, asked).scalars())
 
 
 def load(

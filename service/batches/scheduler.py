@@ -98,6 +98,7 @@ class Scheduler:
         """Do all that is due for one policy; its defects are logged and cost the others nothing."""
         try:
             self._guard(self._tidy(policy_id))
+            self._advance(policy_id)
             formed = self.form(policy_id)
             if formed is not None:
                 choices.observe(self._engine, formed)
@@ -151,6 +152,22 @@ class Scheduler:
         if act is not None:
             telemetry.GUARD_ACTS.labels(view.policy, act.guard, act.deed).inc()
             self._log.warning("guard_acted", policy=view.policy, **asdict(act))
+
+    def _advance(self, policy_id: int) -> None:
+        """Let the choice of baselines learn from batches that ended."""
+        with transaction(self._engine) as connection:
+            found = choices.ended(connection, policy_id)
+            to_fit = [] if found is None else found.to_fit
+            missing = history.missing_texts(connection, to_fit, self._encoder.name) if to_fit else {}
+        if found is None:
+            return
+        self._embed(missing)
+        try:
+            with transaction(self._engine) as connection:
+                seen = history.load(connection, to_fit, self._encoder.name, self._known.get(policy_id, {}))
+        except VectorMissing:
+            return  # an erasure took one meanwhile; the next look embeds it
+        choices.advance(self._engine, policy_id, found, seen)
 
     def form(self, policy_id: int) -> Formed | None:
         """Form the policy's next batch if one is due; what it needs is embedded first."""

