@@ -2,8 +2,9 @@
 
     {"task_id": "t1", "prompt": "…", "rewards": [0, 1, 1], "system": "…", "context": {"tier": 2}}
 
-`system`, `context` and `tools` may be absent; a reward may be null, which is missing, not zero. Opens
-no files. Invariants: only what was known before the first action becomes a feature; other fields of a
+`system`, `context` and `tools` may be absent; a reward may be null, which is missing, not zero. Where the
+prompt was more than one message, `messages` says which, and `system` and `prompt` are for people. Opens no
+files. Invariants: only what was known before the first action becomes a feature; other fields of a
 line are ignored; what `calibration_line` writes, `parsed_line` reads back as the same features.
 """
 
@@ -22,7 +23,9 @@ from service.baselines.features import SYSTEM_ROLES, Task, TaskFeatures, message
 Encode = Callable[[Sequence[str]], NDArray[np.float32]]
 
 REQUIRED = {"task_id": str, "prompt": str, "rewards": list}
-OPTIONAL = {"system": str, "context": dict, "tools": list}
+OPTIONAL = {"system": str, "context": dict, "tools": list, "messages": list}
+OBJECTS = ("tools", "messages")
+"""Lists of objects."""
 JSON_NAMES = {str: "a string", list: "a list", dict: "an object"}
 
 
@@ -44,10 +47,7 @@ def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_reward
     A task has one line: on two it would be its own neighbour.
     """
     numbered = [(n, parsed_line(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
-    first: dict[str, int] = {}
-    for number, (task_id, _, _) in numbered:
-        if first.setdefault(task_id, number) != number:
-            raise ValueError(f"line {number}: `task_id` {task_id!r} is on line {first[task_id]} already")
+    check_unique((number, task_id) for number, (task_id, _, _) in numbered)
     kept = [entry for _, entry in numbered if len(entry[2]) >= max(2, minimum_rewards)]
     if not kept:
         raise ValueError(f"none of {len(numbered)} tasks has {max(2, minimum_rewards)} rewards")
@@ -68,20 +68,40 @@ def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.f
 
 def checked_line(line: str, number: int) -> dict[str, Any]:
     """The fields of one line, missing rewards left out; a ValueError names the line and the field."""
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number}: not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"line {number}: must be an object")  # noqa: TRY004 - every defect is a ValueError
+    entry = _parsed(line, number)
     for name, kind in (REQUIRED | OPTIONAL).items():
         if not isinstance(entry.get(name), kind) and (name in REQUIRED or entry.get(name) is not None):
             raise ValueError(f"line {number}: `{name}` must be {JSON_NAMES[kind]}")
+    for name in OBJECTS:
+        if not all(isinstance(item, dict) for item in entry.get(name) or ()):
+            raise ValueError(f"line {number}: `{name}` must be a list of objects")
     return entry | {"rewards": _rewards(entry["rewards"], number)}
 
 
-def prompt_messages(entry: Mapping[str, Any]) -> list[dict[str, str]]:
+def _parsed(line: str, number: int) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        # NaN, infinity and lone surrogates are no JSON, whatever Python reads
+        json.dumps(entry, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number}: not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"line {number}: must be an object")  # noqa: TRY004 - every defect is a ValueError
+    return entry
+
+
+def check_unique(task_ids: Iterable[tuple[int, str]]) -> None:
+    """Raise a ValueError where a task has two of these numbered lines: it would be its own neighbour."""
+    first: dict[str, int] = {}
+    for number, task_id in task_ids:
+        if first.setdefault(task_id, number) != number:
+            raise ValueError(f"line {number}: `task_id` {task_id!r} is on line {first[task_id]} already")
+
+
+def prompt_messages(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation before the first action, as a line states it."""
+    if entry.get("messages"):
+        return list(entry["messages"])
     system = [{"role": "system", "content": entry["system"]}] if entry.get("system") else []
     return [*system, {"role": "user", "content": entry["prompt"]}]
 
@@ -107,16 +127,15 @@ def calibration_line(
     context: Mapping[str, Any],
     rewards: Sequence[float],
 ) -> str:
-    """Write one task from what was known before its first action, and the rewards of its rollouts.
-
-    The messages of the prompt become one text, as they do in its features.
-    """
-    spoken: dict[str, list[str]] = {"system": [], "prompt": []}
-    for message in messages:
-        part = "system" if message.get("role") in SYSTEM_ROLES else "prompt"
-        spoken[part].append(message_text(message))
+    """Write one task from what was known before its first action, and the rewards of its rollouts."""
+    said = [{"role": message.get("role"), "content": message_text(message)} for message in messages]
+    spoken: dict[str, list[Any]] = {"system": [], "prompt": []}
+    for message in said:
+        spoken["system" if message["role"] in SYSTEM_ROLES else "prompt"].append(message["content"])
     line: dict[str, Any] = {
         "task_id": task_id, "prompt": "\n".join(spoken["prompt"]), "rewards": list(rewards),
         "system": "\n".join(spoken["system"]), "context": context, "tools": tools,
     }  # fmt: skip
+    if prompt_messages(line) != said:
+        line["messages"] = said
     return json.dumps({name: value for name, value in line.items() if value or name in REQUIRED})

@@ -13,6 +13,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,12 @@ ContextValue = str | float | bool
 PROMPT_CHARACTERS = 8_000
 SYSTEM_CHARACTERS = 4_000
 TOOLS_CHARACTERS = 4_000
-CONTEXT_CHARACTERS = 200
+CONTEXT_CHARACTERS = 4_000
 """Most characters of each part that enter `TaskFeatures.text`; see `abridged`."""
+FIELD_CHARACTERS = 200
+"""Most characters of a context field's name and of its value."""
+FIELDS = 256
+"""Most context fields that are kept, the first ones by name."""
 
 SYSTEM_ROLES = frozenset({"system", "developer"})
 
@@ -85,7 +91,7 @@ def task_features(
     flat = flat_context(context)
     parts = (
         abridged("\n".join(prompt), PROMPT_CHARACTERS),
-        "\n".join(f"{name}={abridged(str(flat[name]), CONTEXT_CHARACTERS)}" for name in flat),
+        abridged("\n".join(f"{name}={value}" for name, value in flat.items()), CONTEXT_CHARACTERS),
         abridged("\n".join(system), SYSTEM_CHARACTERS),
         abridged("\n".join(tool_text(tool) for tool in tools), TOOLS_CHARACTERS),
     )
@@ -134,8 +140,16 @@ def tool_text(tool: Mapping[str, Any]) -> str:
 
 
 def flat_context(context: Mapping[str, Any]) -> dict[str, ContextValue]:
-    """Flatten nested fields to dotted names, sorted; lists and odd values become canonical text."""
-    return dict(sorted(_leaves(context, "")))
+    """Flatten nested fields to dotted names, sorted; lists and odd values become canonical text.
+
+    Bounded: features are stored with every rollout and read again for every batch.
+    """
+    return {
+        abridged(name, FIELD_CHARACTERS): abridged(value, FIELD_CHARACTERS)
+        if isinstance(value, str)
+        else value
+        for name, value in islice(sorted(_leaves(context, ""), key=itemgetter(0)), FIELDS)
+    }
 
 
 def _leaves(value: Any, name: str) -> Iterable[tuple[str, ContextValue]]:

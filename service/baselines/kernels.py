@@ -84,7 +84,8 @@ def length_kernel(tasks: Sequence[Task]) -> Kernel:
 def context_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task], name: str) -> Kernel:
     """1 for equal categories, radial for numbers, 0 where either task lacks the field.
 
-    Numbers are compared as sign(x)·ln(1+|x|), in units of its deviation over earlier batches.
+    Numbers are compared as sign(x)·ln(1+|x|), in units of the deviation of those that
+    earlier batches have.
     """
     values = [task.features.context.get(name) for task in tasks]
     codes: dict[object, int] = {}
@@ -94,14 +95,13 @@ def context_kernel(tasks: Sequence[Task], fitted_on: Sequence[Task], name: str) 
     numeric = np.array([isinstance(v, float) for v in values])
     if not numeric.any():
         return np.asarray(equal, dtype=np.float64)
-    scale = np.std(_log_magnitudes(fitted_on, name)) if fitted_on else 1.0
-    radial = _radial(_log_magnitudes(tasks, name), float(scale) or 1.0)
+    earlier = [v for task in fitted_on if isinstance(v := task.features.context.get(name), float)]
+    scale = float(np.std(_log_magnitudes(earlier))) if earlier else 1.0
+    radial = _radial(_log_magnitudes([v if isinstance(v, float) else 0.0 for v in values]), scale or 1.0)
     return np.asarray(np.where(numeric[:, None] & numeric[None, :], radial, equal), dtype=np.float64)
 
 
-def _log_magnitudes(tasks: Sequence[Task], name: str) -> NDArray[np.float64]:
-    found = [task.features.context.get(name) for task in tasks]
-    numbers = np.array([v if isinstance(v, float) else 0.0 for v in found])
+def _log_magnitudes(numbers: Sequence[float]) -> NDArray[np.float64]:
     return np.asarray(np.sign(numbers) * np.log1p(np.abs(numbers)))
 
 

@@ -25,6 +25,8 @@ SILENT_BATCHES = 3
 SILENT_GRADER = timedelta(hours=1)
 KNOWN_GRADER = 20
 """Grades after which a grader counts as a regular one."""
+SPEAKS_ONCE = "calibration"
+"""The grader of `yoro calibration-set import`, which is not expected to go on."""
 ABSENT_TRAINER = timedelta(minutes=1)
 OPEN_LETTERS = timedelta(days=1)
 """How long a dead letter that nobody replays is worth an alert."""
@@ -185,7 +187,7 @@ def _grader_silent(view: Outlook, newest: Sequence[Any]) -> Alert | None:
         count.reason
         for count in view.counted
         if count.state == "grader"
-        and (count.reason in wanted or count.amount >= KNOWN_GRADER)
+        and (count.reason in wanted or (count.amount >= KNOWN_GRADER and count.reason != SPEAKS_ONCE))
         and count.last_at is not None
         and newest[0].received_at - count.last_at > SILENT_GRADER
     )

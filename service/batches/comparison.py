@@ -19,11 +19,12 @@ _NORMAL_QUANTILE = 1.959963984540054
 
 _EXISTING = text("SELECT version FROM policy_versions WHERE policy_id = :policy AND version = ANY(:versions)")
 
-# The index of the history is entered at the version's birth: nothing that it sampled is older.
+# The index of the history is entered at the version's birth: nothing that it sampled is older. What has no
+# answer, such as a calibration set that was imported, is none of the version's doing.
 _RAW = text("""
 SELECT count(*) AS n, avg(r.reward) AS mean, var_samp(r.reward) AS variance FROM rollouts r
 WHERE r.policy_id = :policy AND r.version = :version AND r.reward IS NOT NULL AND r.arrival IS NOT NULL
-  AND r.erased_at IS NULL
+  AND r.erased_at IS NULL AND r.reason <> 'untrainable:no_assistant_turn'
   AND r.rewarded_at >= (SELECT created_at FROM policy_versions
                         WHERE policy_id = :policy AND version = :version)
 """)

@@ -1,7 +1,9 @@
 """`yoro calibration-set`: tasks out of a real database, and into one as history that batches start from."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from service.database.engine import transaction
 from tests import training_ground
 from tests.training_ground import HashingEncoder
 from tests.yoro.commands import run
+from yoro.client import Client
 
 LINES = [
     {"task_id": "a", "prompt": "add 1", "system": "Be brief.", "rewards": [1, 0.75, None],
@@ -63,7 +66,9 @@ def test_an_export_is_what_calibrate_reads(
 def test_an_import_is_history_with_the_features_of_its_lines(engine: Engine, file: Path) -> None:
     policy = training_ground.make_policy(engine, training_ground.tiny_settings())
     done = run("calibration-set", "import", "tiny", str(file), "--policy-version", "0")
-    assert (done.exit_code, done.stdout) == (0, "3 rewards of 3 tasks serve tiny as history\n"), done.output
+    assert (done.exit_code, done.stdout) == (0, "3 rewards of 3 tasks are stored as history of tiny\n"), (
+        done.output
+    )
     remember_texts(engine, HashingEncoder())
     with transaction(engine) as connection:
         found = training_ground.rewarded(connection, policy).scored
@@ -159,12 +164,78 @@ def test_a_task_that_changed_under_its_id_is_told(engine: Engine, file: Path) ->
     file.write_text(json.dumps({"task_id": "b", "prompt": "another", "rewards": [1]}))
     done = run("calibration-set", "import", "tiny", str(file))
     assert done.exit_code == 1
+    assert "refused: task 'b': Trace calibration-" in done.stderr
     assert "is already there with other content" in done.stderr
     assert "1 of 1 rewards were refused" in done.stderr
 
 
-def test_a_malformed_line_is_named_before_anything_is_sent(file: Path) -> None:
-    file.write_text(file.read_text() + '{"task_id": "d", "prompt": "p", "rewards": ["good"]}')
+@pytest.mark.usefixtures("served")
+def test_the_newest_file_counts_also_where_it_says_what_was_said_before(engine: Engine, file: Path) -> None:
+    training_ground.make_policy(engine, training_ground.tiny_settings())
+    for moment, reward in ((1_000, 0.2), (2_000, 0.8), (3_000, 0.2), (3_000, 0.2)):
+        file.write_text(json.dumps({"task_id": "a", "prompt": "p", "rewards": [reward]}))
+        os.utime(file, (moment, moment))
+        assert run("calibration-set", "import", "tiny", str(file)).exit_code == 0
+        with transaction(engine) as connection:
+            assert connection.execute(text("SELECT reward FROM rollouts")).scalar_one() == reward
+    with transaction(engine) as connection:
+        assert connection.execute(text("SELECT count(*) FROM grades")).scalar_one() == 3
+
+
+@pytest.mark.usefixtures("served")
+def test_a_version_that_is_not_there_is_told(engine: Engine, file: Path) -> None:
+    training_ground.make_policy(engine, training_ground.tiny_settings())
+    done = run("calibration-set", "import", "tiny", str(file), "--policy-version", "77")
+    assert done.exit_code == 1
+    assert "refused: task 'a': there is no version 77" in done.stderr
+
+
+@pytest.mark.usefixtures("served")
+def test_a_file_beyond_the_window_is_told(engine: Engine, file: Path) -> None:
+    settings = training_ground.tiny_settings(baseline={"window_batches": 0})
+    training_ground.make_policy(engine, settings)
+    done = run("calibration-set", "import", "tiny", str(file))
+    assert done.stdout.endswith("are stored as history of tiny; a batch sees the newest 0\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"task_id": "d", "prompt": "p", "rewards": ["good"]}', "line 4: `rewards` holds 'good'"),
+        ('{"task_id": "b", "prompt": "p", "rewards": [1]}', "line 4: `task_id` 'b' is on line 2 already"),
+        ('{"task_id": "d", "prompt": "p", "rewards": [1], "context": {"x": NaN}}', "line 4: not JSON"),
+        ('{"task_id": "d", "prompt": "p", "rewards": [1], "context": {"x": 1e999}}', "line 4: not JSON"),
+        ('{"task_id": "d", "prompt": "\\ud800", "rewards": [1]}', "line 4: not JSON"),
+        ('{"task_id": "d", "prompt": "p", "rewards": [1], "tools": ["x"]}', "line 4: `tools` must be a list"),
+        ('{"task_id": "d", "prompt": ' + "[" * 99_999, "line 4: not JSON"),
+    ],
+)
+def test_a_malformed_line_is_named_before_anything_is_sent(file: Path, line: str, said: str) -> None:
+    file.write_text(file.read_text() + line)
     done = run("calibration-set", "import", "tiny", str(file), "--url", "http://127.0.0.1:1")
     assert done.exit_code == 2
-    assert "line 4: `rewards` holds 'good'" in " ".join(done.stderr.replace("│", " ").split())
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.usefixtures("served")
+def test_prompts_of_several_messages_come_back_as_the_same_tasks(engine: Engine, tmp_path: Path) -> None:
+    """Without ids tasks are known by their features: export and import must agree on them."""
+    policy = training_ground.make_policy(engine, training_ground.tiny_settings())
+    said = [("system", "A."), ("developer", "B."), ("user", "C."), ("tool", "D.")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
+    messages.append({"role": "user", "content": [{"type": "text", "text": "E."}]})
+    with Client(os.environ["YORO_URL"], os.environ["YORO_API_KEY"]) as client:
+        for attempt in (0, 1):
+            client.post_trace(
+                {"policy": "tiny", "trace_id": f"t{attempt}", "messages": messages,
+                 "metadata": {"n": attempt}, "reward": {"grader": "g", "value": attempt}}
+            )  # fmt: skip
+    file = tmp_path / "tasks.jsonl"
+    assert run("calibration-set", "export", "tiny", str(file)).exit_code == 0
+    assert run("calibration-set", "import", "tiny", str(file)).exit_code == 0
+    with transaction(engine) as connection:
+        keys = connection.execute(text("SELECT task_key FROM rollouts WHERE policy_id = :p"), {"p": policy})
+        assert len(keys.all()) == 4
+        features = connection.execute(text("SELECT DISTINCT text_digest FROM rollout_features")).all()
+        tasks = connection.execute(text("SELECT DISTINCT task_key FROM rollouts")).all()
+    assert (len(features), len(tasks)) == (1, 1)

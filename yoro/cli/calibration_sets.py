@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,20 +39,20 @@ def export(
     newest: Annotated[int | None, typer.Option(min=0, help="Last version that counts.")] = None,
     minimum_rewards: Annotated[int, typer.Option(min=2, help="Leave other tasks out.")] = 2,
     database_url: Database = None,
+    data: Data = DEFAULT_DATA,
 ) -> None:
     """Write the tasks that recur, with the rewards that the present rule gives; runs on a server."""
     from service.batches import calibration_export
-    from service.database import engine as database
-    from service.settings import Settings
+    from service.database.engine import transaction
+    from yoro.cli.server import server
 
     wanted = calibration_export.Wanted(policy, oldest, newest, minimum_rewards)
-    engine = database.connect(database_url or Settings().database_url, name="calibration-set export")
-    try:
-        with database.transaction(engine) as connection:
-            left_out = calibration_export.outdated(connection, wanted)
-            tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
-    finally:
-        engine.dispose()
+    with (
+        server("calibration-set export", database_url, data) as (engine, _),
+        transaction(engine) as connection,
+    ):
+        left_out = calibration_export.outdated(connection, wanted)
+        tasks, rewards, versions = _write(calibration_export.export(connection, wanted), file)
     if left_out:
         print(f"{left_out} rollouts left out: an earlier reward rule made their rewards")
     if not tasks:
@@ -78,30 +79,40 @@ def import_(
     """Start a policy's baselines from tasks with known rewards; safe to repeat."""
     tasks = _tasks(file)
     with connect(url, key, data) as client:
-        rule = client.policy(policy)["settings"]["reward"]
-        _require_reward(rule, grader)
+        settings = client.policy(policy)["settings"]
+        _require_reward(settings["reward"], grader)
+        low, high = settings["reward"]["value_range"]
+        # A file that was changed says what is true now, also where an earlier one said the same before.
+        said_at = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat()
+        said = [{"policy": policy, "grader": name, "graded_at": said_at} for name in grader]
         brought = given(policy=policy, policy_version=policy_version)
-        refused = [why for each in _rounds(tasks) for why in _send(client, brought, each, grader, rule)]
+        refused = []
+        for attempts in _rounds(tasks):
+            values = [low + (high - low) * task["rewards"][number] for task, number in attempts]
+            refused += _send(client, [brought | _trace(*each) for each in attempts], values, said)
     for why in refused[:SHOWN_PROBLEMS]:
         print(f"refused: {why}", file=sys.stderr)
     rewards = sum(len(task["rewards"]) for task in tasks)
     if refused:
         print(f"{len(refused)} of {rewards} rewards were refused", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"{rewards} rewards of {len(tasks)} tasks serve {policy} as history")
+    window = settings["baseline"]["window_batches"] * settings["batching"]["size"]
+    seen = "" if rewards <= window else f"; a batch sees the newest {window}"
+    print(f"{rewards} rewards of {len(tasks)} tasks are stored as history of {policy}{seen}")
 
 
 def _tasks(file: Path) -> list[dict[str, Any]]:
-    from service.baselines.calibration_sets import checked_line
+    from service.baselines.calibration_sets import check_unique, checked_line
 
     try:
-        with file.open(encoding="utf-8") as lines:
-            tasks = [checked_line(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        with file.open(encoding="utf-8-sig") as lines:
+            numbered = [(n, checked_line(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
+        check_unique((number, task["task_id"]) for number, task in numbered)
     except ValueError as error:
         raise typer.BadParameter(f"{file}: {error}") from error
-    if not any(task["rewards"] for task in tasks):
+    if not any(task["rewards"] for _, task in numbered):
         raise typer.BadParameter(f"{file} holds no reward")
-    return tasks
+    return [task for _, task in numbered]
 
 
 def _require_reward(rule: Mapping[str, Any], graders: Sequence[str]) -> None:
@@ -121,24 +132,41 @@ def _rounds(tasks: Sequence[Mapping[str, Any]]) -> Iterator[list[tuple[Mapping[s
 
 def _send(
     client: Client,
-    brought: dict[str, Any],
-    attempts: Sequence[tuple[Mapping[str, Any], int]],
-    graders: Sequence[str],
-    rule: Mapping[str, Any],
+    traces: Sequence[dict[str, Any]],
+    values: Sequence[float],
+    said: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """Post attempts and their grades; return why some were refused."""
-    traces = [brought | _trace(task, number) for task, number in attempts]
+    """Post attempts and the grades that each of `said` gives them; return why some were refused."""
     answers = client.post_traces(traces)
-    low, high = rule["value_range"]
+    refused = {
+        trace["trace_id"]: f"{_named(trace)}: {why}"
+        for trace, answer in zip(traces, answers, strict=True)
+        if (why := _obstacle(trace, answer))
+    }
     grades = [
-        {"policy": brought["policy"], "trace_id": trace["trace_id"], "grader": name,
-         "value": low + (high - low) * task["rewards"][number]}
-        for (task, number), trace, answer in zip(attempts, traces, answers, strict=True)
-        if not answer.get("problem")
-        for name in graders
-    ]  # fmt: skip
-    answers += client.post_rewards(grades)
-    return [answer["problem"]["detail"] for answer in answers if answer.get("problem")]
+        {**grade, "trace_id": trace["trace_id"], "value": value}
+        for trace, value in zip(traces, values, strict=True)
+        if trace["trace_id"] not in refused
+        for grade in said
+    ]
+    names = {trace["trace_id"]: _named(trace) for trace in traces}
+    for grade, answer in zip(grades, client.post_rewards(grades), strict=True):
+        if answer.get("problem"):
+            refused[grade["trace_id"]] = f"{names[grade['trace_id']]}: {answer['problem']['detail']}"
+    return list(refused.values())
+
+
+def _obstacle(trace: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+    """Say why an attempt is no history as asked for; empty: it is."""
+    if problem := answer.get("problem"):
+        return str(problem["detail"])
+    unknown = "unknown_version" in answer["trainability"]["reasons"]
+    return f"there is no version {trace['policy_version']}" if unknown else ""
+
+
+def _named(trace: Mapping[str, Any]) -> str:
+    """Name an attempt by its task, as the file does."""
+    return f"task {trace.get('task_id', trace['trace_id'])!r:.80}"
 
 
 def _trace(task: Mapping[str, Any], number: int) -> dict[str, Any]:

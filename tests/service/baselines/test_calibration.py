@@ -125,7 +125,7 @@ GOOD = {"task_id": "a", "prompt": "p", "rewards": [1, 0]}
         (json.dumps({**GOOD, "rewards": [0, "1"]}), "line 2: `rewards` holds '1'"),
         (json.dumps({**GOOD, "rewards": [0, 7]}), "line 2: `rewards` holds 7, which is not a number from 0"),
         (json.dumps({**GOOD, "rewards": [0, True]}), "line 2: `rewards` holds True"),
-        ('{"task_id": "b", "prompt": "p", "rewards": [NaN]}', "line 2: `rewards` holds nan"),
+        ('{"task_id": "b", "prompt": "p", "rewards": [NaN]}', "line 2: not JSON"),
         (json.dumps({**GOOD, "context": 3}), "line 2: `context` must be an object"),
         (json.dumps({**GOOD, "system": ["x"]}), "line 2: `system` must be a string"),
         (json.dumps(GOOD), "line 2: `task_id` 'a' is on line 1 already"),

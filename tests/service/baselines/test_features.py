@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from service.baselines.features import TaskFeatures, excluded_neighbours, task_features
+from service.baselines.features import FIELDS, TaskFeatures, excluded_neighbours, task_features
 from tests.service.baselines.synthetic_tasks import synthetic_task
 
 
@@ -27,6 +27,20 @@ def test_text_holds_prompt_context_system_and_tools_in_a_fixed_order():
     )
     assert features.prompt_length == len("Refund 7\n[image_url]")
     assert features == task_features(messages, tools, {"customer": "acme", "tier": 2})
+
+
+def test_fields_that_flatten_to_one_name_are_no_error():
+    features = task_features([], [], {"a.b": 1, "a": {"b": "x"}})
+    assert features.context == {"a.b": "x"}
+
+
+def test_context_is_bounded_whatever_was_sent():
+    context = {"k" * 1_000 + f"{number}": "v" * 10_000 for number in range(1_000)}
+    features = task_features([{"role": "user", "content": "hello"}], [], context)
+    assert features.text.startswith("hello")
+    assert len(features.text) < 5_000
+    assert len(features.context) <= FIELDS
+    assert all(len(name) < 300 and len(str(value)) < 300 for name, value in features.context.items())
 
 
 def test_odd_content_and_context_are_flattened_never_refused():

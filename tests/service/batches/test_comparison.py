@@ -52,6 +52,9 @@ def test_rewards_of_what_each_version_sampled_raw_and_net(engine: Engine, api: A
         ground.grade(f"t{number}", 0.75)
     ground.trace("alone", policy_version=1)
     ground.grade("alone", 0.75)
+    # as `yoro calibration-set import` brings it: no version answered anything
+    ground.trace("evaluated", policy_version=1, messages=[{"role": "user", "content": "hello"}])
+    ground.grade("evaluated", 0.0)
     with transaction(engine) as connection:
         found = comparison.compare(connection, ground.policy_id, 0, 1)
     assert (found["reward"]["a"]["n"], found["reward"]["b"]["n"]) == (4, 5)

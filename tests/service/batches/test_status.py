@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine
 
 from service.batches import alerts
@@ -190,3 +191,16 @@ def test_batches_that_never_have_a_signal_and_silent_graders_are_noticed(engine:
     ground.pass_time(7200)
     ground.trace("t9")
     assert alert_codes(ground) == {"no_signal_batches", "grader_silent"}
+
+
+@pytest.mark.parametrize(("grader", "expected"), [("b", {"grader_silent"}), (alerts.SPEAKS_ONCE, set())])
+def test_a_regular_grader_is_missed_and_an_imported_calibration_set_is_not(
+    engine: Engine, grader: str, expected: set[str]
+) -> None:
+    ground = make_ground(engine)
+    for number in range(alerts.KNOWN_GRADER):
+        ground.trace(f"t{number}", messages=[{"role": "user", "content": "hello"}])
+        ground.grade(f"t{number}", 0.5, grader)
+    ground.pass_time(7200)
+    ground.trace("new")
+    assert alert_codes(ground) == expected
