@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.report import Report
-from service.baselines.calibration import AUTO, REFERENCE, ReplayedBatch, replayed, scores
+from service.baselines.calibration import ReplayedBatch, replayed, scores
 from service.baselines.calibration_sets import CalibrationSet, Encode, read_calibration_set
-from service.baselines.effective_batch import Interval, prequential_ratio
+from service.baselines.effective_batch import REFERENCE, Interval, prequential_ratio
 from service.baselines.embedding import Encoder
 from service.baselines.estimators import Scored
 from service.baselines.features import Task, task_features
 from service.baselines.gaussian_process import GaussianProcess
 from service.baselines.marginal_likelihood import fitted
-from service.baselines.selection import CANDIDATES, Selection, advanced, predictions
+from service.baselines.selection import AUTO, CANDIDATES, Selection, advanced, predictions
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("YORO_SHARED_DATA", ROOT.parent / "shared/data")) / "multirollout"

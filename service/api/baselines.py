@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 
 from service.api.context import authenticate, context, permitted_policy
+from service.baselines.effective_batch import REFERENCE
 from service.batches import bakeoff
 from service.database.engine import transaction
 
@@ -23,7 +24,7 @@ def compare_baselines(
         found = bakeoff.compare(connection, entry.id, batches=batches)
         return {
             "policy": policy,
-            "reference": bakeoff.REFERENCE,
+            "reference": REFERENCE,
             "in_use": bakeoff.in_use(connection, entry.id),
             "baselines": [asdict(each) for each in found],
         }

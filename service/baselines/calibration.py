@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from service.baselines.calibration_sets import CalibrationSet
 from service.baselines.effective_batch import (
+    REFERENCE,
     Array,
     Interval,
     calibrated_ratio,
@@ -24,10 +25,8 @@ from service.baselines.effective_batch import (
     within_task_variance,
 )
 from service.baselines.estimators import Scored
-from service.baselines.selection import CANDIDATES, Selection, advanced, predictions
+from service.baselines.selection import AUTO, CANDIDATES, Selection, advanced, predictions
 
-AUTO = "auto"
-REFERENCE = "leave_one_out"
 ESTIMATED = (*CANDIDATES, AUTO)
 """Every name that a replay gives baselines of."""
 

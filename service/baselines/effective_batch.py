@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 RESAMPLES = 2_000
+REFERENCE = "leave_one_out"
+"""The estimator that ratios are taken to."""
 
 
 @dataclass(frozen=True, slots=True)

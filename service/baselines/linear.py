@@ -127,8 +127,8 @@ def ageing(tasks: Sequence[Task], rows: int, half_life: float) -> NDArray[np.flo
     return np.asarray(worth[codes[:rows, None], codes[None, :]])
 
 
-def untainted(batch: Scored, history: Scored) -> list[Task]:
+def seen_by_all_members(batch: Scored, history: Scored) -> list[Task]:
     """History that every member of the batch may see: scalers and frequencies are fitted on it."""
     excluded = exclusions([*batch.tasks, *history.tasks], len(batch.tasks))
-    seen_by_all = ~excluded[:, len(batch.tasks) :].any(axis=0)
-    return [history.tasks[j] for j in np.flatnonzero(seen_by_all).tolist()]
+    visible = ~excluded[:, len(batch.tasks) :].any(axis=0)
+    return [history.tasks[j] for j in np.flatnonzero(visible).tolist()]

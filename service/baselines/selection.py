@@ -19,7 +19,9 @@ from service.baselines.estimators import ESTIMATORS, Baselines, Estimator, Score
 from service.baselines.gaussian_process import GaussianProcess
 from service.baselines.marginal_likelihood import fitted
 
-COLD_START = "gaussian_process"
+AUTO = "auto"
+"""Name in settings of what this module does."""
+FIRST_CHOICE = "gaussian_process"
 CANDIDATES = tuple(name for name in ESTIMATORS if name != "zero")
 COMPARED_BATCHES = 32
 """The choice rests on the last so many batches."""
@@ -37,7 +39,7 @@ REFIT_EVERY = 4
 class Selection:
     """What the choice for the next batch rests on; a JSON document through `as_document`."""
 
-    chosen: str = COLD_START
+    chosen: str = FIRST_CHOICE
     batches: int = 0
     """Batches seen."""
     errors: tuple[Mapping[str, float], ...] = ()

@@ -20,7 +20,7 @@ from service.baselines.linear import (
     Scored,
     ageing,
     linear_baselines,
-    untainted,
+    seen_by_all_members,
 )
 from service.baselines.terms import tfidf
 
@@ -73,7 +73,7 @@ class TfidfSoftmax:
     def predict(self, batch: Scored, history: Scored) -> Baselines:
         """Average the others of batch and history, the most similar weighing most."""
         tasks = [*batch.tasks, *history.tasks]
-        fitted_on = [task.features.text for task in untainted(batch, history)]
+        fitted_on = [task.features.text for task in seen_by_all_members(batch, history)]
         vectors = tfidf([task.features.text for task in tasks], fitted_on)
         logits = (vectors[: len(batch.tasks)] @ vectors.T).toarray() / self.temperature
         affinities = softmax_affinities(logits, tasks, self.half_life)
@@ -99,7 +99,7 @@ class LengthBuckets:
         """Average the others of the same bucket."""
         tasks = [*batch.tasks, *history.tasks]
         lengths = np.array([task.features.prompt_length for task in tasks])
-        seen = [task.features.prompt_length for task in untainted(batch, history)]
+        seen = [task.features.prompt_length for task in seen_by_all_members(batch, history)]
         quantiles = np.linspace(0, 1, self.buckets + 1)[1:-1]
         edges = np.quantile(seen, quantiles) if seen else np.empty(0)
         bucket = np.searchsorted(edges, lengths, side="right")

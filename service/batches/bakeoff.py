@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Connection, text
 
-from service.baselines.effective_batch import prequential_ratio
+from service.baselines.effective_batch import REFERENCE, prequential_ratio
 
-REFERENCE = "leave_one_out"
 SEED = 0
 
 _ERRORS = text("""

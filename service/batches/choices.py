@@ -21,8 +21,6 @@ from service.batches.history import Rewarded
 from service.database.engine import transaction
 from service.policies import Baseline
 
-AUTO = "auto"
-
 _LOAD = text("SELECT document FROM baseline_choices WHERE policy_id = :policy")
 
 _SAVE = text("""
@@ -88,7 +86,7 @@ def estimator(settings: Baseline, state: Selection, history_size: int) -> Estima
 
     A softmax over a short history is worse than the batch mean, which then stands in for it.
     """
-    if settings.estimator == AUTO:
+    if settings.estimator == selection.AUTO:
         return state.candidate(state.chosen)
     if settings.estimator.endswith("_softmax"):
         if history_size < settings.minimum_history:

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.baselines.calibration import AUTO, REFERENCE, ReplayedBatch, replayed, scores
+from service.baselines.calibration import ReplayedBatch, replayed, scores
 from service.baselines.calibration_sets import (
     CalibrationSet,
     calibration_line,
     read_calibration_set,
 )
-from service.baselines.effective_batch import Interval, effective_batch_size, prequential_ratio
+from service.baselines.effective_batch import REFERENCE, Interval, effective_batch_size, prequential_ratio
 from service.baselines.features import task_features
 from service.baselines.group_size import break_even_rho, gradient_variance
+from service.baselines.selection import AUTO
 from tests.service.baselines.synthetic_tasks import FAMILIES, pseudo_embedding, synthetic_task
 
 BATCH_SIZE = 16
