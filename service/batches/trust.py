@@ -5,6 +5,8 @@ becomes of a batch (outcomes.py). Invariant: "in quarantine" is written here onc
 claims and the step's commit cannot mean different things by it.
 """
 
+from sqlalchemy import Connection, text
+
 
 def in_quarantine(row: str) -> str:
     """Return the SQL condition that grade `g` does not count; `row` is one of its policy."""
@@ -24,3 +26,11 @@ JOIN grades g ON g.rollout_id = r.id AND (g.id = ANY(r.reward_grades) OR EXISTS 
 WHERE m.batch_id = :batch AND m.live AND {in_quarantine("r")}
 """  # noqa: S608 - our own condition
 """Graders in quarantine now that made a reward of the batch, of a whole rollout or of a turn that teaches."""
+
+_RESTS = text(f"SELECT EXISTS ({RESTED_ON})")
+
+
+def rests_on_quarantined(connection: Connection, batch_id: int) -> bool:
+    """Tell whether a batch was made of grades that do not count any more."""
+    rests: bool = connection.execute(_RESTS, {"batch": batch_id}).scalar_one()
+    return rests

@@ -1,11 +1,12 @@
 """Erasure and quarantine: what goes, what stays, what is tainted, what is dissolved."""
 
 import threading
+from datetime import UTC, datetime
 
 import pytest
 from sqlalchemy import Engine, text
 
-from service.batches import erasure, outcomes
+from service.batches import erasure, leases, outcomes, quarantine
 from service.database.engine import transaction
 from service.errors import Gone, NotFound
 from service.ingest.writer import Writer
@@ -143,6 +144,50 @@ def test_a_batch_being_trained_when_its_grader_is_quarantined_makes_a_tainted_ve
     assert ground.quarantine("rogue").dissolved_batches == []
     assert ground.commit(lease, batch) == 1
     assert tainted(ground) == {1: ["quarantined grader rogue"]}
+
+
+@pytest.mark.parametrize("turn", [None, 1])
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_batch_given_back_after_its_grader_was_quarantined_is_dissolved_at_the_next_claim(
+    engine: Engine, *, turn: int | None, reported: bool
+) -> None:
+    ground = make_ground(engine, objective={"turn_weight": 0.5})
+    for number in range(2):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number, "good")
+    ground.grade("t1", 0.5, "rogue", turn=turn)
+    assert ground.form() == 1
+    lease, batch = ground.claim()
+    assert batch is not None
+    assert ground.quarantine("rogue").dissolved_batches == []
+    if reported:
+        outcomes.put_back(engine, lease, batch.id)
+    leases.release(engine, lease)
+    assert ground.train() is None
+    assert ground.rows("SELECT state, outcome FROM batches WHERE policy_id = :policy") == [
+        ("dissolved", "grader_quarantined")
+    ]
+    assert [ground.form(), ground.train(), ground.reward("t1"), tainted(ground)] == [1, 1, 1.0, {}]
+
+
+def test_a_batch_given_back_is_trained_where_the_quarantine_was_lifted_or_is_of_later_grades(
+    engine: Engine,
+) -> None:
+    ground = make_ground(engine)
+    for number, grader in enumerate(("rogue", "late")):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number, grader, graded_at="2020-01-01T00:00:00Z")
+    assert ground.form() == 1
+    lease, batch = ground.claim()
+    assert batch is not None
+    ground.quarantine("rogue")
+    ground.lift("rogue")
+    with transaction(engine) as connection:
+        quarantine.impose(connection, ground.policy_id, "late", datetime(2020, 1, 2, tzinfo=UTC))
+    outcomes.put_back(engine, lease, batch.id)
+    leases.release(engine, lease)
+    assert ground.train() == 1
+    assert tainted(ground) == {}
 
 
 def test_grades_given_before_the_quarantine_s_time_still_count(engine: Engine) -> None:
