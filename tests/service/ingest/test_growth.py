@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, text
 
-from service.batches import gates
+from service.batches import gates, stories
 from service.database.engine import connect, transaction
 from service.ingest import retention
 from service.ingest.writer import Writer
@@ -105,7 +105,14 @@ def test_no_hot_statement_reads_history(engine: Engine, grown: int) -> None:
         with transaction(engine) as connection:
             gates.evaluate_due(connection)
 
-    for act, least in ((lambda: write(engine, grown, "old-5"), 6), (retain, 2), (evaluate, 1)):
+    def list_traces() -> None:
+        with transaction(engine) as connection:
+            for state in (None, "ready", "excluded"):
+                stories.page(connection, grown, state=state, reason=None, cursor="", limit=50)
+
+    for act, least in (
+        (lambda: write(engine, grown, "old-5"), 6), (retain, 2), (evaluate, 1), (list_traces, 3),
+    ):  # fmt: skip
         found = plans(engine, act)
         assert len(found) >= least
         assert whole_reads(found) == []
