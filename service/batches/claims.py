@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import counts, outcomes
+from service.batches import counts, outcomes, trust
 from service.batches.leases import Head, Lease, hold
 from service.database.documents import read_document
 from service.database.engine import transaction
@@ -98,7 +98,8 @@ class ClaimedBatch:
 def claim_batch(engine: Engine, lease: Lease) -> ClaimedBatch | None:
     """Claim the policy's next ready batch; None when there is none. Raises LeaseLost.
 
-    A batch of which a member was erased or went stale is dissolved instead, and the next one is tried.
+    A batch of which a member was erased or went stale, or that rests on a grader now in quarantine, is
+    dissolved instead, and the next one is tried.
     """
     with transaction(engine) as connection:
         head = hold(connection, lease)
@@ -110,6 +111,8 @@ def claim_batch(engine: Engine, lease: Lease) -> ClaimedBatch | None:
                 outcomes.dissolve(connection, batch.id, "member_erased")
             elif any(member.depth < least for member in members):
                 outcomes.dissolve(connection, batch.id, "member_stale")
+            elif trust.rests_on_quarantined(connection, batch.id):  # imposed while it was claimed
+                outcomes.dissolve(connection, batch.id, "grader_quarantined")
             else:
                 return _claimed(connection, lease, head, batch=batch, settings=settings, members=members)
     return None

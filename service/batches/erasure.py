@@ -56,11 +56,8 @@ _FEATURES = text("DELETE FROM rollout_features WHERE rollout_id = :id RETURNING 
 
 _GRADED_TURNS = text("SELECT DISTINCT turn FROM grades WHERE rollout_id = :id AND turn IS NOT NULL")
 
-# The features' table has no index on the digest: it is read through only if a vector is there at all.
-_EMBEDDINGS = text("""
-DELETE FROM embeddings WHERE text_digest = :digest
-  AND NOT EXISTS (SELECT FROM rollout_features WHERE text_digest = :digest)
-""")
+# Whether another rollout has the same text is not asked: its vector is made again when a batch needs it.
+_EMBEDDINGS = text("DELETE FROM embeddings WHERE text_digest = :digest")
 
 _DEAD_LETTERS = text("""
 UPDATE dead_letters SET kept = 'hash', value = NULL, message_key = NULL, headers = '[]', detail = '',
@@ -150,7 +147,8 @@ def _erase_rollout(connection: Connection, policy_id: int, found: Row[tuple[int,
         outcomes.dissolve(connection, batch.id, "member_erased")
     connection.execute(_WORDS_OF_GRADES, rollout)
     turns = _turn_digests(connection, found.id, connection.execute(_DOCUMENT, rollout).scalars().all())
-    for digest in [*connection.execute(_FEATURES, rollout).scalars().all(), *turns]:
+    # In one order, so that two erasures of the same texts wait for each other instead of for ever.
+    for digest in sorted({*connection.execute(_FEATURES, rollout).scalars().all(), *turns}):
         connection.execute(_EMBEDDINGS, {"digest": digest})
     versions = trained_on(connection, [found.id])
     tainted = taint(connection, policy_id, versions, f"erased rollout {found.id}")
@@ -158,7 +156,7 @@ def _erase_rollout(connection: Connection, policy_id: int, found: Row[tuple[int,
 
 
 def _turn_digests(connection: Connection, rollout: int, documents: Sequence[bytes]) -> list[bytes]:
-    """Digests of the texts that graded turns were embedded by; another rollout's turn embeds its again."""
+    """Digests of the texts that graded turns were embedded by."""
     turns = connection.execute(_GRADED_TURNS, {"id": rollout}).scalars().all()
     read = [read_document(stored) for stored in documents] if turns else []
     return [text_digest(features_before(document, turn)) for document in read for turn in turns]

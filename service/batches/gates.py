@@ -17,13 +17,16 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, text
 
+from service.batches.trust import in_quarantine
+
 FINAL = ("no_signal", "all_gated_out", "none_trainable", "poison", "erased")
 """Reasons of excluded rollouts that no grade and no rule changes."""
 SWEEP = 2000
 """Rollouts evaluated in one transaction after a change."""
 
 # An excluded rollout gets its reward too: it serves baselines as history.
-_EVALUATE = text("""
+_EVALUATE = text(
+    """
 WITH subject AS (
     SELECT r.id, r.policy_id, r.state, r.reason, r.received_at, r.gate_epoch AS epoch_before,
            p.settings_revision, p.gate_epoch, s.document -> 'reward' AS rule,
@@ -67,9 +70,7 @@ WITH subject AS (
         ) AS weighed
     ) AS stated ON s.criteria IS NOT NULL AND g.criteria IS NOT NULL
     WHERE g.current AND g.value IS NOT NULL AND g.turn IS NULL AND g.name = 'overall'
-      AND NOT EXISTS (SELECT FROM grader_quarantines q
-                      WHERE q.policy_id = s.policy_id AND q.grader = g.grader AND q.lifted_at IS NULL
-                        AND (q.since IS NULL OR coalesce(g.graded_at, g.received_at) >= q.since))
+      AND NOT {in_quarantine}
 ), spoken AS (
     -- sums are ordered by grader, so that the order of arrival cannot change a bit of the reward
     SELECT id,
@@ -130,7 +131,8 @@ FROM decided d
 WHERE r.id = d.id
   AND (r.state, r.reason, r.due_at, r.gate_epoch, r.reward, r.reward_grades)
       IS DISTINCT FROM (d.state, d.reason, d.due_at, d.gate_epoch, d.reward, d.grade_ids)
-""")
+""".replace("{in_quarantine}", in_quarantine("s"))
+)
 
 _DUE = text("""
 SELECT id FROM rollouts WHERE due_at <= clock_timestamp() ORDER BY due_at LIMIT :limit FOR UPDATE SKIP LOCKED

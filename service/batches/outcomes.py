@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, text
 
-from service.batches import gates, pauses
+from service.batches import gates, pauses, trust
 from service.batches.leases import Lease, hold
 from service.database.engine import transaction
 from service.errors import LeaseLost
@@ -43,23 +43,15 @@ WHERE id = :batch AND state = 'ready' RETURNING id
 """)
 
 # What makes a version tainted at birth: it inherits, or a member's trace or grade went bad meanwhile.
-_TAINTS = text("""
+_TAINTS = text(f"""
 SELECT unnest(tainted) FROM policy_versions WHERE policy_id = :policy AND version = :parent
 UNION
 SELECT 'erased rollout ' || r.id FROM batch_members m JOIN rollouts r ON r.id = m.rollout_id
 WHERE m.batch_id = :batch AND m.live AND r.erased_at IS NOT NULL
 UNION
-SELECT 'quarantined grader ' || g.grader
-FROM batch_members m
-JOIN rollouts r ON r.id = m.rollout_id
-JOIN grades g ON g.rollout_id = r.id AND (g.id = ANY(r.reward_grades) OR EXISTS (
-    SELECT FROM batch_turns t WHERE t.batch_id = m.batch_id AND t.rollout_id = r.id
-      AND t.advantage IS NOT NULL AND g.id = ANY(t.grade_ids)))
-JOIN grader_quarantines q ON q.policy_id = r.policy_id AND q.grader = g.grader AND q.lifted_at IS NULL
-    AND (q.since IS NULL OR coalesce(g.graded_at, g.received_at) >= q.since)
-WHERE m.batch_id = :batch AND m.live
+SELECT 'quarantined grader ' || grader FROM ({trust.RESTED_ON}) AS rested_on
 ORDER BY 1
-""")
+""")  # noqa: S608 - our own statement
 
 _LOCK_MEMBERS = text("""
 SELECT r.id FROM rollouts r JOIN batch_members m ON m.rollout_id = r.id

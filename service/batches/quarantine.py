@@ -2,9 +2,10 @@
 
 Must run inside the caller's transaction. Invariants: no grade is changed or lost, so that lifting
 restores what was; a batch not yet claimed that rests on such a grade is dissolved, one being trained
-makes a version that is tainted at birth (outcomes.py); versions trained on them, and those grown from
-them, are tainted, and stay so when the quarantine is lifted. Where the current grade of a grader does
-not count, an earlier revision does not stand in.
+makes a version that is tainted at birth (outcomes.py) or, if it comes to be claimed again, is dissolved
+then (claims.py); versions trained on them, and those grown from them, are tainted, and stay so when the
+quarantine is lifted. Where the current grade of a grader does not count, an earlier revision does not
+stand in.
 """
 
 from dataclasses import dataclass

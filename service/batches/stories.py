@@ -53,16 +53,17 @@ WHERE m.rollout_id = :id ORDER BY b.number
 
 _NAMES = text("SELECT id, trace_id FROM rollouts WHERE id = ANY(:ids) AND erased_at IS NULL")
 
-# The states are read one by one in the order of one index, so that a page costs a page.
+# The states are read one by one in the order of one index, so that a page costs a page; where fresh and
+# stale ready rollouts are told apart, it costs those of the other kind that lie between, too.
 _PAGE = text(f"""
 WITH {_HEAD}
 SELECT r.id, r.trace_id, r.received_at, r.version, r.status, r.reward, r.task_key, {_DERIVED}
-FROM head h, unnest(CAST(:states AS text[])) AS every (state)
+FROM head h, unnest(CAST(:states AS text[]), CAST(:stales AS boolean[])) AS every (state, stale)
 CROSS JOIN LATERAL (
     SELECT * FROM rollouts r
     WHERE r.policy_id = :policy AND r.state = every.state
       AND (CAST(:reason AS text) IS NULL OR r.reason = :reason)
-      AND (NOT :stale OR r.depth < h.least)
+      AND (every.stale IS NULL OR (r.depth < h.least) = every.stale)
       AND (CAST(:at AS timestamptz) IS NULL OR (r.received_at, r.id) < (:at, :id))
     ORDER BY r.received_at DESC, r.id DESC LIMIT :limit) AS r
 ORDER BY r.received_at DESC, r.id DESC LIMIT :limit
@@ -115,12 +116,12 @@ def page(
 ) -> dict[str, Any]:
     """List traces, newest first, of one state or of all. Raises Invalid for a cursor that is not ours."""
     at, before = _parsed(cursor)
-    stale = reason == "stale"
-    states = ["ready"] if stale else [state] if state else list(ROLLOUT_STATES)
+    parts = _parts(state, reason)
     rows = connection.execute(
         _PAGE,
         {
-            "policy": policy_id, "states": states, "stale": stale, "reason": None if stale else reason,
+            "policy": policy_id, "states": [stored for stored, _ in parts],
+            "stales": [stale for _, stale in parts], "reason": None if reason == "stale" else reason,
             "at": at, "id": before, "limit": limit,
         },
     ).all()  # fmt: skip
@@ -145,6 +146,20 @@ def names(connection: Connection, members: Sequence[Any]) -> dict[int, str]:
 def neighbours(member: Any, named: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return a member's neighbours as the API shows them, heaviest first."""
     return [{"trace_id": named.get(rollout), "weight": weight} for rollout, weight in member.neighbours]
+
+
+def _parts(state: str | None, reason: str | None) -> list[tuple[str, bool | None]]:
+    """Return the stored states to read, and whether only those that are stale, or only those that are not.
+
+    A stale rollout is stored as ready; it is shown, and counted by status, as excluded.
+    """
+    if reason == "stale":
+        return [("ready", True)] if state in (None, "excluded") else []
+    if state == "ready":
+        return [("ready", False)]
+    if state == "excluded" and reason is None:
+        return [("excluded", None), ("ready", True)]
+    return [(stored, None) for stored in ([state] if state else ROLLOUT_STATES)]
 
 
 def _reward(row: Any) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from service.baselines.features import TaskFeatures, first_action
 from service.baselines.turns import features_before, text_digest, turn_baselines, turn_task
 from service.batches import vectors
 from service.batches.history import Rewarded
+from service.batches.trust import in_quarantine
 from service.batches.vectors import MissingText, VectorMissing
 from service.database.documents import read_document
 from service.schemas import has_token_ids
@@ -31,19 +32,17 @@ TURNS_TAUGHT = 64
 _NO_FEATURES = TaskFeatures("", 0, {})
 
 # The mean of the graders, whatever the rule: rules, weights and criteria are about whole rollouts.
-_GRADED = text("""
+_GRADED = text(f"""
 SELECT g.rollout_id, g.turn, array_agg(g.id ORDER BY g.id) AS grade_ids,
        -- ordered by grader, so that the order of arrival cannot change a bit
        least(greatest(sum(g.value ORDER BY g.grader) / count(*), 0), 1) AS reward
 FROM grades g JOIN rollouts r ON r.id = g.rollout_id
 WHERE g.rollout_id = ANY(:ids) AND g.current AND g.value IS NOT NULL AND g.turn IS NOT NULL
   AND g.name = 'overall'
-  AND NOT EXISTS (SELECT FROM grader_quarantines q
-                  WHERE q.policy_id = r.policy_id AND q.grader = g.grader AND q.lifted_at IS NULL
-                    AND (q.since IS NULL OR coalesce(g.graded_at, g.received_at) >= q.since))
+  AND NOT {in_quarantine("r")}
 GROUP BY g.rollout_id, g.turn
 ORDER BY array_position(CAST(:ids AS bigint[]), g.rollout_id), g.turn
-""")
+""")  # noqa: S608 - our own condition
 
 _DOCUMENTS = text("SELECT rollout_id, normalised FROM rollout_documents WHERE rollout_id = ANY(:ids)")
 

@@ -1,7 +1,8 @@
 """The cache of sentence vectors: by the digest of a text and the encoder's name.
 
 Must run inside the caller's transaction. Knows no features: whoever needs a vector says of which rollout
-its text is a part. Invariant: nothing is cached of a rollout that has been erased.
+its text is a part. Invariants: nothing is cached of a rollout that has been erased; any vector may go at any
+time, also that of a text which another rollout has: whoever finds none has the text embedded and tries again.
 """
 
 from collections.abc import Iterable, Mapping

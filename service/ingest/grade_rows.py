@@ -4,7 +4,7 @@ Must run inside the writer's transaction, with the registry rows locked: that lo
 history and appending to it one step.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +34,11 @@ SELECT * FROM unnest(CAST(:rollout_id AS bigint[]), CAST(:grader AS text[]), CAS
     CAST(:graded_at AS timestamptz[]), CAST(:received_at AS timestamptz[]), CAST(:current AS boolean[]))
 """)
 
-_COUNT_LATE = text("UPDATE rollouts SET late_grades = late_grades + 1 WHERE id = ANY(:ids)")
+_COUNT_LATE = text("""
+UPDATE rollouts r SET late_grades = r.late_grades + late.amount
+FROM unnest(CAST(:ids AS bigint[]), CAST(:amounts AS integer[])) AS late (id, amount)
+WHERE r.id = late.id
+""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,10 @@ def append(
         fresh.append((key, item, revision))
         written[id(item)] = GradeWritten(row.id, accepted=True, effect=_effect(row, superseded=not wins))
     _store(connection, fresh, histories, stored_until)
-    late = [done.rollout_id for done in written.values() if done.accepted and done.effect == "late"]
+    late = Counter(done.rollout_id for done in written.values() if done.accepted and done.effect == "late")
     if late:
-        connection.execute(_COUNT_LATE, {"ids": late})
+        amounts = {"ids": arrays.bigints(late.keys()), "amounts": arrays.integers(late.values())}
+        connection.execute(_COUNT_LATE, amounts)
     return written
 
 

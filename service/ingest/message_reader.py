@@ -259,7 +259,10 @@ def _detail(error: YoroError, kept: Kept, mask: Mask | None) -> str:
         return error.title
     found = "; ".join(f"{defect.pointer}: {defect.message}" for defect in error.errors[:5])
     detail = _plain(found or error.detail)
-    return detail if mask is None else mask.text(detail)
+    try:
+        return detail if mask is None else mask.text(detail)
+    except Invalid:  # the policy's function takes the document, but not our words about it
+        return error.title
 
 
 def _plain(text: str) -> str:

@@ -1,16 +1,22 @@
 """Erasure and quarantine: what goes, what stays, what is tainted, what is dissolved."""
 
 import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from sqlalchemy import Engine, text
 
-from service.batches import erasure, outcomes
+from service.batches import erasure, leases, outcomes, quarantine
+from service.batches.scheduler import Scheduler
 from service.database.engine import transaction
 from service.errors import Gone, NotFound
 from service.ingest.writer import Writer
 from tests.databases import await_blocked
 from tests.service.batches.ground import Ground, make_ground
+from tests.training_ground import HashingEncoder
 
 
 def trained(engine: Engine, steps: int) -> Ground:
@@ -104,18 +110,70 @@ def test_an_unclaimed_batch_is_dissolved_and_the_others_are_ready_again(engine: 
     ]
 
 
-def test_a_vector_goes_with_the_last_rollout_of_its_text(engine: Engine) -> None:
-    ground = make_ground(engine, baseline={"estimator": "embedding_softmax"})
-    same = [{"role": "user", "content": "the same words"}, {"role": "assistant", "content": "yes"}]
-    for number in range(2):
-        ground.trace(f"t{number}", messages=same)
-        ground.grade(f"t{number}", number)
+SAME = [
+    {"role": "user", "content": "the same words"}, {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "sure?"}, {"role": "assistant", "content": "no"},
+]  # fmt: skip
+
+
+def of_one_text(ground: Ground, *trace_ids: str) -> None:
+    """Rollouts of different tasks with one text, and a grade of a turn each."""
+    for number, trace_id in enumerate(trace_ids):
+        ground.trace(trace_id, messages=SAME)
+        ground.grade(trace_id, number)
+        ground.grade(trace_id, number, turn=3)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_vector_goes_with_every_erasure_and_is_made_again_for_others_of_its_text(
+    engine: Engine, *, remembers: bool
+) -> None:
+    """As history, whose task the scheduler may know from the batch before, and in the dissolved batch."""
+    ground = make_ground(engine, baseline={"estimator": "embedding_softmax"}, objective={"turn_weight": 0.5})
+    of_one_text(ground, "t0", "t1")
+    assert [ground.form(), ground.train()] == [1, 1]
+    of_one_text(ground, "t2", "t3")
     assert ground.form() == 1
-    assert len(ground.rows("SELECT 1 FROM embeddings")) == 1
+    count = "SELECT count(*) FROM embeddings"
+    assert ground.rows(count) == [(2,)], "one of the rollouts, one of the turns"
     ground.erase("t0")
-    assert len(ground.rows("SELECT 1 FROM embeddings")) == 1
-    ground.erase("t1")
-    assert ground.rows("SELECT 1 FROM embeddings") == []
+    assert ground.rows(count) == [(0,)]
+    ground.erase("t2")
+    ground.trace("t4")
+    ground.grade("t4", 1.0)
+    scheduler = ground.scheduler if remembers else ground.fresh_scheduler()
+    assert scheduler.form(ground.policy_id) is not None
+    members = "SELECT rollout_id FROM batch_members m JOIN batches b ON b.id = m.batch_id WHERE b.number = 3"
+    ((t3,),) = ground.rows("SELECT id FROM rollouts WHERE trace_id = 't3'")
+    assert (t3,) in ground.rows(members)
+    assert ground.rows("SELECT turn, note FROM batch_turns WHERE rollout_id = :t3", t3=t3) == [(3, "")] * 2
+    made = 2 if remembers else 3
+    assert ground.rows(count) == [(made,)], "of t4, of the turn of t3, and of t3 unless its task is known"
+
+
+class ErasingMeanwhile(HashingEncoder):
+    """A trace is erased while the texts of the first look are being embedded."""
+
+    def __init__(self, ground: Ground, trace_id: str) -> None:
+        self._ground, self._trace = ground, trace_id
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        if self._trace:
+            self._ground.erase(self._trace)
+            self._trace = ""
+        return super().encode(texts)
+
+
+def test_a_batch_waits_for_a_vector_that_went_with_another_rollout_since_the_look(engine: Engine) -> None:
+    ground = make_ground(engine)
+    of_one_text(ground, "t0", "t1")
+    assert [ground.form(), ground.train()] == [1, 1]
+    of_one_text(ground, "t2")
+    ground.trace("t3")
+    ground.grade("t3", 1.0)
+    scheduler = Scheduler(engine, ErasingMeanwhile(ground, "t0"), interval_seconds=1)
+    assert scheduler.form(ground.policy_id) is None
+    assert scheduler.form(ground.policy_id) is not None
 
 
 def test_quarantine_stops_counting_taints_and_dissolves_and_lifting_restores(engine: Engine) -> None:
@@ -143,6 +201,50 @@ def test_a_batch_being_trained_when_its_grader_is_quarantined_makes_a_tainted_ve
     assert ground.quarantine("rogue").dissolved_batches == []
     assert ground.commit(lease, batch) == 1
     assert tainted(ground) == {1: ["quarantined grader rogue"]}
+
+
+@pytest.mark.parametrize("turn", [None, 1])
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_batch_given_back_after_its_grader_was_quarantined_is_dissolved_at_the_next_claim(
+    engine: Engine, *, turn: int | None, reported: bool
+) -> None:
+    ground = make_ground(engine, objective={"turn_weight": 0.5})
+    for number in range(2):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number, "good")
+    ground.grade("t1", 0.5, "rogue", turn=turn)
+    assert ground.form() == 1
+    lease, batch = ground.claim()
+    assert batch is not None
+    assert ground.quarantine("rogue").dissolved_batches == []
+    if reported:
+        outcomes.put_back(engine, lease, batch.id)
+    leases.release(engine, lease)
+    assert ground.train() is None
+    assert ground.rows("SELECT state, outcome FROM batches WHERE policy_id = :policy") == [
+        ("dissolved", "grader_quarantined")
+    ]
+    assert [ground.form(), ground.train(), ground.reward("t1"), tainted(ground)] == [1, 1, 1.0, {}]
+
+
+def test_a_batch_given_back_is_trained_where_the_quarantine_was_lifted_or_is_of_later_grades(
+    engine: Engine,
+) -> None:
+    ground = make_ground(engine)
+    for number, grader in enumerate(("rogue", "late")):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number, grader, graded_at="2020-01-01T00:00:00Z")
+    assert ground.form() == 1
+    lease, batch = ground.claim()
+    assert batch is not None
+    ground.quarantine("rogue")
+    ground.lift("rogue")
+    with transaction(engine) as connection:
+        quarantine.impose(connection, ground.policy_id, "late", datetime(2020, 1, 2, tzinfo=UTC))
+    outcomes.put_back(engine, lease, batch.id)
+    leases.release(engine, lease)
+    assert ground.train() == 1
+    assert tainted(ground) == {}
 
 
 def test_grades_given_before_the_quarantine_s_time_still_count(engine: Engine) -> None:

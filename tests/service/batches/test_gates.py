@@ -11,7 +11,7 @@ from service.database import policies
 from service.database.engine import transaction
 from service.ingest.writer import Writer
 from service.schemas import GradeAccepted
-from tests.service.batches.ground import make_ground
+from tests.service.batches.ground import maintained, make_ground
 
 
 def test_criteria_make_the_value_by_their_weights_in_the_grader_s_range(engine: Engine) -> None:
@@ -146,6 +146,22 @@ def test_grades_that_came_too_late_for_a_batch_count_when_it_is_dissolved(engine
     assert lease is not None
     assert ground.states()["t2"] == ("waiting_reward", "no_grade")
     assert ground.states()["t3"] == ("ready", "")
+
+
+def test_every_late_grade_of_one_rollout_is_counted_when_several_are_written_at_once(engine: Engine) -> None:
+    ground = make_ground(engine)
+    for number in range(2):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number)
+    assert ground.form() == 1
+    late = [ground.new_grade(trace_id, 0.5, grader) for trace_id, grader in (("t0", "b"), ("t1", "b"))]
+    late += [ground.new_grade("t0", 0.5, "c"), ground.new_grade("t0", 0.5, "c")]  # the last is a duplicate
+    Writer(engine).write(late)
+    assert ground.rows("SELECT late_grades FROM rollouts WHERE policy_id = :policy ORDER BY trace_id") == [
+        (2,), (1,),
+    ]  # fmt: skip
+    with ground.connection() as connection:
+        assert maintained(connection, ground.policy_id)["late_grades", "", -1] == 3
 
 
 def test_rollouts_of_a_version_rewound_away_are_off_branch(engine: Engine) -> None:

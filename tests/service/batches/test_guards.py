@@ -1,5 +1,6 @@
 """Guards: what they stop, what they leave alone, and that work goes on after a person has looked."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,16 +72,16 @@ def test_a_collapse_pauses_and_goes_back_to_the_last_good_version_and_resume_goe
     assert (row.head_version, row.promoted_version, row.next_version) == (5, 5, 7)
     shown = api.call("dashboard", "GET", f"/v1/policies/{ground.name}/status").json()
     assert (shown["paused"], shown["paused_by"]) == (True, "collapsed")
-    words = (
-        "48 rollouts of version 6 earned 0.000 on average where 0.",
-        "was expected",
-        "training went back to version 5",
+    # what was expected is about a half; it depends on the texts, and these on how many tests ran before
+    words = re.compile(
+        r"48 rollouts of version 6 earned 0\.000 on average where 0\.[45]\d+ was expected .*"
+        r"training went back to version 5"
     )
     for place in (
         shown["paused_reason"], shown["next_batch"]["blocked_by"],
         *(alert["detail"] for alert in shown["alerts"] if alert["code"] == "collapsed"),
     ):  # fmt: skip
-        assert all(word in place for word in words), place
+        assert words.search(place), place
     assert ground.rows("SELECT code FROM alerts WHERE cleared_at IS NULL") == [("collapsed",)]
     post(ground, [0.0] * SIZE, 6)  # sampled before its agents heard of it
     assert api.call("ops", "POST", f"/v1/policies/{ground.name}/resume").status_code == 200

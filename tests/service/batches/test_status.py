@@ -113,6 +113,40 @@ def test_lists_page_through_traces_of_a_state_newest_first(engine: Engine, api: 
     assert api.call("reader", "GET", f"{path}&cursor=nonsense").status_code == 422
 
 
+def test_lists_have_the_traces_that_status_counts_stale_ones_among_the_excluded(
+    engine: Engine, api: Api
+) -> None:
+    ground = make_ground(engine, batching={"size": 2, "max_staleness": 0, "max_ready_batches": 1})
+    for number in range(4):
+        ground.trace(f"t{number}")
+        ground.grade(f"t{number}", number % 2)
+    ground.trace("failed", status="failed")
+    assert [ground.form(), ground.train()] == [1, 1]
+    ground.trace("fresh", policy_version=1)
+    ground.grade("fresh", 1.0)
+
+    def listed(query: str) -> list[str]:
+        seen: list[str] = []
+        cursor = ""
+        while cursor is not None:
+            path = f"/v1/traces?policy={ground.name}&limit=2&{query}&cursor={cursor}"
+            page = api.call("reader", "GET", path).json()
+            seen += [trace["trace_id"] for trace in page["traces"]]
+            cursor = page["next_cursor"]
+        return seen
+
+    counted = status(api, ground)
+    assert listed("state=ready") == ["fresh"]
+    assert listed("state=excluded") == ["failed", "t3", "t2"]
+    assert listed("state=excluded&reason=stale") == ["t3", "t2"]
+    assert listed("state=excluded&reason=failed_rollout") == ["failed"]
+    assert listed("state=ready&reason=stale") == []
+    assert listed("") == ["fresh", "failed", "t3", "t2", "t1", "t0"]
+    for state, amount in counted["rollouts"].items():
+        assert len(listed(f"state={state}")) == amount
+    assert counted["reasons"]["excluded"] == {"stale": 2, "failed_rollout": 1}
+
+
 def test_steps_and_batches_are_shown_with_their_members(engine: Engine, api: Api) -> None:
     ground = make_ground(engine)
     for number in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, text
 
-from service.batches import gates
+from service.batches import erasure, gates, stories
 from service.database.engine import connect, transaction
 from service.ingest import retention
 from service.ingest.writer import Writer
@@ -27,6 +27,11 @@ FILL_DOCUMENTS = """
 INSERT INTO rollout_documents (rollout_id, policy_id, received_at, raw, normalised)
 SELECT id, policy_id, received_at - interval '9 days', '\\x00', '\\x00' FROM rollouts
 """
+FILL_FEATURES = """
+INSERT INTO rollout_features (rollout_id, features, text_digest, content_digest, opening_digest,
+                              prompt_digests)
+SELECT id, '\\x00', sha256(trace_id::bytea), '\\x00', '\\x00', '\\x00' FROM rollouts
+"""
 FILL_GRADES = """
 INSERT INTO grades (rollout_id, grader, name, value, current)
 SELECT id, 'g', 'overall', 0.5, true FROM rollouts
@@ -40,6 +45,7 @@ def grown(engine: Engine, make_policy: MakePolicy) -> int:
     with transaction(engine) as connection:
         connection.execute(text(FILL), {"policy": policy, "rows": ROWS})
         connection.execute(text(FILL_DOCUMENTS))
+        connection.execute(text(FILL_FEATURES))
         connection.execute(text(FILL_GRADES))
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE"))
@@ -105,7 +111,18 @@ def test_no_hot_statement_reads_history(engine: Engine, grown: int) -> None:
         with transaction(engine) as connection:
             gates.evaluate_due(connection)
 
-    for act, least in ((lambda: write(engine, grown, "old-5"), 6), (retain, 2), (evaluate, 1)):
+    def list_traces() -> None:
+        with transaction(engine) as connection:
+            for state in (None, "ready", "excluded"):
+                stories.page(connection, grown, state=state, reason=None, cursor="", limit=50)
+
+    def erase() -> None:
+        with transaction(engine) as connection:
+            erasure.erase(connection, grown, "old-6")
+
+    for act, least in (
+        (lambda: write(engine, grown, "old-5"), 6), (retain, 2), (evaluate, 1), (list_traces, 3), (erase, 10),
+    ):  # fmt: skip
         found = plans(engine, act)
         assert len(found) >= least
         assert whole_reads(found) == []

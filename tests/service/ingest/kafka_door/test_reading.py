@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from service.database.engine import transaction
 from service.database.secrets import fingerprint_key
 from service.ingest.consuming import Batch, store
 from service.ingest.intake import Intake
+from service.ingest.masking import MaskFunction
 from service.ingest.message_reader import Reader, Refusal
 from service.ingest.messages import Message, Partition, topics_of
 from service.ingest.writer import Writer
@@ -26,8 +28,10 @@ MASKING = {"masking": {"patterns": [{"pattern": "secret"}]}}
 class Intaking:
     """A reader and a writer, and what they make of values."""
 
-    def __init__(self, engine: Engine, **settings: Any) -> None:
-        self.engine, self.directory = engine, Directory(engine)
+    def __init__(
+        self, engine: Engine, functions: Mapping[str, MaskFunction] | None = None, **settings: Any
+    ) -> None:
+        self.engine, self.directory = engine, Directory(engine, functions)
         self.settings = KafkaSettings(**settings)
         intake = Intake(Limits(), fingerprint_key(engine))
         self.reader = Reader(intake, self.directory, topics_of(self.settings))
@@ -146,6 +150,23 @@ def test_letters_of_a_masking_policy_keep_masked_values_or_a_hash(
     assert letters[1].digest == hashlib.sha256(broken).digest()
     assert b"secret" in letters[3].value
     assert "secret" not in repr(letters[:3])
+
+
+def fails_on_pointers(text: str) -> str:
+    """A mask function that takes the test's documents, but not what yoro says of them."""
+    if text.startswith("/"):
+        raise ValueError(text)
+    return text
+
+
+def test_a_mask_function_that_fails_on_the_reason_leaves_its_title_and_holds_nothing_up(
+    engine: Engine, make_policy: MakePolicy
+) -> None:
+    make_policy(masking={"function": "ours"})
+    masked = Intaking(engine, {"ours": fails_on_pointers})
+    assert masked.take(trace(messages=[]), trace()) == ["invalid", "accepted"]
+    (letter,) = masked.letters()
+    assert (letter.kept, letter.detail) == ("whole", "Invalid document")
 
 
 def test_a_quota_that_is_used_up_makes_letters_that_can_be_replayed(
