@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from yoro.cli.connection import DEFAULT_DATA, Data
+
 if TYPE_CHECKING:
     from service.adapters.store import AdapterStore
     from service.settings import Settings
@@ -44,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    data: Annotated[Path, typer.Option("--data", help="Folder of this installation.")] = Path("yoro-data"),
+    data: Data = DEFAULT_DATA,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
     without: Annotated[list[Part], typer.Option(help="Leave a process out.")] = [],  # noqa: B006 - typer copies it
