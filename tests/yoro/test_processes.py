@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.yoro.commands import run
+from yoro.supervisor import lock_folder
 
 
 def test_up_takes_its_folder_from_the_environment_as_client_verbs_do(
@@ -17,3 +18,4 @@ def test_up_takes_its_folder_from_the_environment_as_client_verbs_do(
         done = run("up", "--port", str(taken.getsockname()[1]))
     assert done.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    lock_folder(tmp_path / "elsewhere").close()  # a start that was refused holds nothing
