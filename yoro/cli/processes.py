@@ -15,6 +15,8 @@ from rich.console import Console
 from yoro.cli.connection import DEFAULT_DATA, Data
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
     from service.adapters.store import AdapterStore
     from service.settings import Settings
     from trainer.distributed import Team
@@ -211,11 +213,9 @@ def _hold_on(lifeline: int) -> None:
         hold_on(lifeline)
 
 
-def _probes(port: int, engine: object) -> None:
-    from sqlalchemy import Engine
-
+def _probes(port: int, engine: "Engine") -> None:
     from service.database import migrate as migrations
     from service.telemetry import serve_probes
 
-    if port and isinstance(engine, Engine):
+    if port:
         serve_probes(port, lambda: migrations.is_current(engine))
