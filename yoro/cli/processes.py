@@ -51,7 +51,10 @@ def up(
     data: Data = DEFAULT_DATA,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    without: Annotated[list[Part], typer.Option(help="Leave a process out.")] = [],  # noqa: B006 - typer copies it
+    without: Annotated[
+        list[Part],
+        typer.Option(help="Leave a process out; without the scheduler no webhook goes and no gate promotes."),
+    ] = [],  # noqa: B006 - typer copies it
     kafka: Annotated[
         bool, typer.Option("--kafka", help="Run an embedded broker and a consumer, too.")
     ] = False,
@@ -98,7 +101,7 @@ def api(
 
 
 def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
-    """Run the scheduler alone: forms batches and computes baselines."""
+    """Run the scheduler alone: forms batches, computes baselines, judges gated promotion, sends webhooks."""
     from service.adapters.promotion import Promoter
     from service.baselines.embedding import Encoder
     from service.batches.scheduler import Scheduler
