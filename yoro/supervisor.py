@@ -83,12 +83,12 @@ class Up:
         data = self.settings.data
         data.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(data)
-        check_port(self.host, self.port)
-        for record in sorted((data / "processes").glob("*.json")):
-            if end_recorded(record, signal.SIGTERM):
-                self.log(f"ended a leftover of an earlier run: {record.stem}")
-        self._pipe = os.pipe()
         try:
+            check_port(self.host, self.port)
+            for record in sorted((data / "processes").glob("*.json")):
+                if end_recorded(record, signal.SIGTERM):
+                    self.log(f"ended a leftover of an earlier run: {record.stem}")
+            self._pipe = os.pipe()
             if database_url is None:
                 self._postgres = EmbeddedPostgres(data / "postgres")
             self._url = database_url or self._running_postgres().url()

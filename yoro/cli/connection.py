@@ -1,4 +1,4 @@
-"""How client verbs find the API: options, environment, or the folder of a local `yoro up`."""
+"""How verbs find the API, and the folder of a `yoro up` on this machine: options, environment, defaults."""
 
 from pathlib import Path
 from typing import Annotated

@@ -4,6 +4,8 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,10 @@ import typer
 from yoro.cli.processes import Lifeline, MetricsPort, start
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from service.api.directory import Directory
+    from service.ingest.consumer_lag import LagMeter
     from service.ingest.kafka import Subscription
     from service.settings import Settings
 
@@ -28,55 +34,20 @@ def consume(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     """Take traces and grades from Kafka; any number may run, in one group."""
     from service.api.directory import Directory
     from service.database import engine as database
-    from service.database import migrate as migrations
-    from service.database.secrets import fingerprint_key
-    from service.ingest import consumer_lag
-    from service.ingest.consuming import SWITCH_SECONDS, Consumer
-    from service.ingest.dead_letter_relay import LetterRelay
-    from service.ingest.intake import Intake
-    from service.ingest.kafka import Publisher
+    from service.ingest.consumer_lag import LagMeter
+    from service.ingest.consuming import SWITCH_SECONDS
     from service.ingest.masking import load_functions
-    from service.ingest.message_reader import Reader
-    from service.ingest.messages import topics_of
-    from service.ingest.writer import Writer
     from service.settings import Settings
-    from service.telemetry import serve_probes
 
     settings, stop = Settings(), start("consumer", lifeline)
     sys.setswitchinterval(SWITCH_SECONDS)
-    kafka, limits = settings.kafka, settings.limits
-    found = topics_of(kafka)
     engine = database.connect(settings.database_url, name="consumer", by_key=True)
     directory = Directory(engine, load_functions(settings.mask_functions))
     directory.start()
-    meter = consumer_lag.LagMeter(kafka.oldest_seconds)
-    if metrics_port:
-        serve_probes(metrics_port, lambda: meter.is_ready() and migrations.is_current(engine))
-    relay = LetterRelay(
-        engine, lambda: Publisher(kafka, limits), found,
-        default=kafka.dead_letter_topic, keep_days=kafka.dead_letter_days,
-    )  # fmt: skip
-    threads = [
-        threading.Thread(target=relay.run, args=(stop,), name="dead-letters"),
-        threading.Thread(
-            target=consumer_lag.keep_reporting, name="lag",
-            args=(engine, meter, f"{socket.gethostname()}:{os.getpid()}", stop),
-        ),
-    ]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    try:
-        subscription = _joined(settings, list(found), stop)
-        if subscription is not None:
-            reader = Reader(Intake(limits, fingerprint_key(engine)), directory, found)
-            Consumer(subscription, reader, Writer(engine), meter).run(stop)
-            subscription.close()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-        directory.close()
-        engine.dispose()
+    meter = LagMeter(settings.kafka.oldest_seconds)
+    _probes(metrics_port, engine, meter)
+    with _disposing(engine), closing(directory), _beside(_companions(settings, engine, meter, stop), stop):
+        _take(settings, engine, directory, meter, stop)
 
 
 @topics.command()
@@ -100,6 +71,75 @@ def create(
     )  # fmt: skip
     for name, is_new in made.items():
         print(f"{name}: {'created' if is_new else 'was there already'}")
+
+
+def _probes(port: int, engine: "Engine", meter: "LagMeter") -> None:
+    from service.database import migrate as migrations
+    from service.telemetry import serve_probes
+
+    if port:
+        serve_probes(port, lambda: meter.is_ready() and migrations.is_current(engine))
+
+
+def _companions(
+    settings: "Settings", engine: "Engine", meter: "LagMeter", stop: threading.Event
+) -> list[threading.Thread]:
+    """What runs beside the loop: the relay of dead letters, and the report on how far behind it is."""
+    from service.ingest import consumer_lag
+    from service.ingest.dead_letter_relay import LetterRelay
+    from service.ingest.kafka import Publisher
+    from service.ingest.messages import topics_of
+
+    kafka = settings.kafka
+    relay = LetterRelay(
+        engine, lambda: Publisher(kafka, settings.limits), topics_of(kafka),
+        default=kafka.dead_letter_topic, keep_days=kafka.dead_letter_days,
+    )  # fmt: skip
+    reported = (engine, meter, f"{socket.gethostname()}:{os.getpid()}", stop)
+    return [
+        threading.Thread(target=relay.run, args=(stop,), name="dead-letters"),
+        threading.Thread(target=consumer_lag.keep_reporting, args=reported, name="lag"),
+    ]
+
+
+@contextmanager
+def _beside(threads: list[threading.Thread], stop: threading.Event) -> Iterator[None]:
+    """Run threads that end on `stop` while the block runs."""
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def _disposing(engine: "Engine") -> Iterator[None]:
+    try:
+        yield
+    finally:
+        engine.dispose()
+
+
+def _take(
+    settings: "Settings", engine: "Engine", directory: "Directory", meter: "LagMeter", stop: threading.Event
+) -> None:
+    """Consume until `stop`."""
+    from service.database.secrets import fingerprint_key
+    from service.ingest.consuming import Consumer
+    from service.ingest.intake import Intake
+    from service.ingest.message_reader import Reader
+    from service.ingest.messages import topics_of
+    from service.ingest.writer import Writer
+
+    found = topics_of(settings.kafka)
+    subscription = _joined(settings, list(found), stop)
+    if subscription is not None:
+        reader = Reader(Intake(settings.limits, fingerprint_key(engine)), directory, found)
+        Consumer(subscription, reader, Writer(engine), meter).run(stop)
+        subscription.close()
 
 
 def _joined(settings: "Settings", names: list[str], stop: threading.Event) -> "Subscription | None":

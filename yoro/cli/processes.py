@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from yoro.cli.connection import DEFAULT_DATA, Data
+
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
     from service.adapters.store import AdapterStore
     from service.settings import Settings
     from trainer.distributed import Team
@@ -44,10 +48,13 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    data: Annotated[Path, typer.Option("--data", help="Folder of this installation.")] = Path("yoro-data"),
+    data: Data = DEFAULT_DATA,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    without: Annotated[list[Part], typer.Option(help="Leave a process out.")] = [],  # noqa: B006 - typer copies it
+    without: Annotated[
+        list[Part],
+        typer.Option(help="Leave a process out; without the scheduler no webhook goes and no gate promotes."),
+    ] = [],  # noqa: B006 - typer copies it
     kafka: Annotated[
         bool, typer.Option("--kafka", help="Run an embedded broker and a consumer, too.")
     ] = False,
@@ -94,7 +101,7 @@ def api(
 
 
 def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
-    """Run the scheduler alone: forms batches and computes baselines."""
+    """Run the scheduler alone: forms batches, computes baselines, judges gated promotion, sends webhooks."""
     from service.adapters.promotion import Promoter
     from service.baselines.embedding import Encoder
     from service.batches.scheduler import Scheduler
@@ -209,11 +216,9 @@ def _hold_on(lifeline: int) -> None:
         hold_on(lifeline)
 
 
-def _probes(port: int, engine: object) -> None:
-    from sqlalchemy import Engine
-
+def _probes(port: int, engine: "Engine") -> None:
     from service.database import migrate as migrations
     from service.telemetry import serve_probes
 
-    if port and isinstance(engine, Engine):
+    if port:
         serve_probes(port, lambda: migrations.is_current(engine))

@@ -3,16 +3,23 @@
 import json
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
 from rich.console import Console
 
 from yoro.cli.connection import DEFAULT_DATA, DEFAULT_URL, Data, Key, Url, connect
-from yoro.client import ApiError
+from yoro.client import ApiError, Client
+from yoro.pull import PullError, pull_version
+from yoro.signature import VerifyKey, load_verify_key
+
+if TYPE_CHECKING:
+    from service.adapters.serving import State, Synchroniser, Wanted
 
 POLL_SECONDS = 5.0
 """Also how soon a server that restarted gets its adapters back."""
@@ -45,48 +52,83 @@ def serve_sync(
 
     INTO/serving.json says which name is ready on every server, and how each stands.
     """
-    from service.adapters.replicas import Replica, Sglang, Vllm
-    from service.adapters.serving import Synchroniser, Wanted, wanted
-    from yoro.pull import PullError, pull_version
-    from yoro.signature import load_verify_key
-
     trusted = load_verify_key(verify_key) if verify_key is not None else None
-    replicas: list[Replica] = [
-        *(Vllm(each, server_key) for each in vllm),
-        *(Sglang(each, server_key) for each in sglang),
-    ]
+    servers = _servers(policy, vllm, sglang, server_key, slots=slots, drain=drain)
+    with connect(url, key, data) as client:
+        asked = partial(_wanted, client, policy, pointer, into, server_folder, trusted)
+        loop = _Loop(policy, into, servers, asked, in_use=_in_use(into))
+        while True:
+            as_wanted = loop.turn()
+            if once:
+                raise typer.Exit(0 if as_wanted else 1)
+            time.sleep(POLL_SECONDS)
+
+
+@dataclass
+class _Loop:
+    """Servers, and what they were told; one `turn` after the other."""
+
+    policy: str
+    into: Path
+    servers: "list[Synchroniser]"
+    asked: "Callable[[], Wanted | None]"
+    """The version to serve; None: the base model alone. Raises what pulling raises."""
+    in_use: str | None
+    """The name that callers are told."""
+    target: "Wanted | None" = None
+    said: str = ""
+
+    def turn(self) -> bool:
+        """Bring every server to what is wanted now and report; tell whether all of them serve it."""
+        trouble = self._ask()
+        # One load at a time, one server after the other; one that is away keeps nobody waiting.
+        states = [server.reconcile(self.target, self.in_use) for server in self.servers]
+        as_wanted = not trouble and all(state.ready for state in states)
+        if as_wanted:
+            self.in_use = self.target.name if self.target else None  # from here on the one before drains
+        self._report(trouble, states)
+        return as_wanted
+
+    def _ask(self) -> str:
+        """Look up what is wanted; return what kept it from that: the servers stay at what was wanted last."""
+        try:
+            self.target = self.asked()
+        except (ApiError, PullError, httpx.TransportError) as error:
+            return str(error)
+        return ""
+
+    def _report(self, trouble: str, states: "list[State]") -> None:
+        report = {
+            "policy": self.policy, "name": self.in_use, "trouble": trouble,
+            "replicas": [asdict(state) for state in states],
+        }  # fmt: skip
+        self.said = _say(report, self.said, self.into)
+
+
+def _servers(
+    policy: str, vllm: list[str], sglang: list[str], key: str, *, slots: int, drain: float
+) -> "list[Synchroniser]":
+    from service.adapters.replicas import Replica, Sglang, Vllm
+    from service.adapters.serving import Synchroniser
+
+    replicas: list[Replica] = [*(Vllm(each, key) for each in vllm), *(Sglang(each, key) for each in sglang)]
     if not replicas:
         raise typer.BadParameter("name at least one server with --vllm or --sglang")
-    synchronisers = [Synchroniser(each, policy, slots=slots, drain_seconds=drain) for each in replicas]
-    said, target, in_use = "", None, _in_use(into)
-    with connect(url, key, data) as client:
+    return [Synchroniser(each, policy, slots=slots, drain_seconds=drain) for each in replicas]
 
-        def asked() -> Wanted | None:
-            manifest = client.adapter(policy, pointer)
-            if not manifest["version"]:
-                return None
-            folder = pull_version(client, policy, into, manifest, trusted)
-            place = f"{server_folder.rstrip('/')}/{folder.name}" if server_folder else str(folder.resolve())
-            return wanted(policy, manifest, place)
 
-        while True:
-            trouble = ""
-            try:
-                target = asked()
-            except (ApiError, PullError, httpx.TransportError) as error:
-                trouble = str(error)  # the servers are kept at what was wanted last
-            # One load at a time, one server after the other; one that is away keeps nobody waiting.
-            states = [synchroniser.reconcile(target, in_use) for synchroniser in synchronisers]
-            if not trouble and all(state.ready for state in states):
-                in_use = target.name if target else None  # from here on the one before drains
-            report = {
-                "policy": policy, "name": in_use, "trouble": trouble,
-                "replicas": [asdict(state) for state in states],
-            }  # fmt: skip
-            said = _say(report, said, into)
-            if once:
-                raise typer.Exit(0 if not trouble and all(state.ready for state in states) else 1)
-            time.sleep(POLL_SECONDS)
+def _wanted(
+    client: Client, policy: str, pointer: str, into: Path, server_folder: str, trusted: VerifyKey | None
+) -> "Wanted | None":
+    """Pull the version that the pointer is at; None: version 0, the base model."""
+    from service.adapters.serving import wanted
+
+    manifest = client.adapter(policy, pointer)
+    if not manifest["version"]:
+        return None
+    folder = pull_version(client, policy, into, manifest, trusted)
+    place = f"{server_folder.rstrip('/')}/{folder.name}" if server_folder else str(folder.resolve())
+    return wanted(policy, manifest, place)
 
 
 def _in_use(into: Path) -> str | None:
