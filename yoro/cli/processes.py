@@ -93,10 +93,11 @@ def api(
 
     set_up_logging("api")
     _hold_on(lifeline)
-    # Long-polls may wait a minute: a process that is told to stop does not.
+    # Long-polls may wait a minute: a process that is told to stop does not. Nothing here asks who the client
+    # is, so what proxies say of it need not be read, a request at a time.
     uvicorn.run(
         create_app(), host=host, port=port, log_level="warning", access_log=False, backlog=1024,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=5, proxy_headers=False, server_header=False,
     )  # fmt: skip
 
 
