@@ -38,7 +38,10 @@ def _single(report: Report, asked: argparse.Namespace) -> None:
     with _started() as (where, stack):
         api = stack.enter_context(servers.running(servers.start_api(where)))
         bare = stack.enter_context(servers.running(servers.start_bare(where)))
-        single.measure(report, where, api, bare, seconds=asked.seconds, repeats=asked.repeats)
+        on_core = servers.start_api(where, {"YORO_API_CORE": "0"}, port=servers.KEPT_PORT)
+        kept = stack.enter_context(servers.running(on_core))
+        arms = single.Arms(bare, api, kept)
+        single.measure(report, where, arms, seconds=asked.seconds, repeats=asked.repeats)
 
 
 def _batch(report: Report, asked: argparse.Namespace) -> None:

@@ -102,6 +102,8 @@ class Settings(BaseSettings):
     """What policies may mask with: name -> `module:function`, str to str; JSON in the environment."""
     writers: int = Field(2, ge=1, le=8)
     """Threads of an api process that commit; more overlap waits for a slow disk, in smaller groups."""
+    api_core: int | None = Field(None, ge=0)
+    """Core that an api process stays on with all its threads; unset: wherever the system puts them."""
     statement_seconds: float = Field(30.0, gt=0)
     """Longest statement of an api process; beyond it the request is answered 503."""
     threads: int = Field(0, ge=0)

@@ -26,7 +26,7 @@ from service.database.embedded import EmbeddedPostgres
 from service.database.engine import transaction
 from service.policies import PolicySettings
 
-API_PORT, BARE_PORT = 18080, 18081
+API_PORT, BARE_PORT, KEPT_PORT = 18080, 18081, 18082
 START_SECONDS = 90.0
 
 
@@ -93,11 +93,13 @@ class Process:
         self.popen.wait()
 
 
-def start_api(where: Installation, environment: Mapping[str, str] | None = None) -> Process:
+def start_api(
+    where: Installation, environment: Mapping[str, str] | None = None, *, port: int = API_PORT
+) -> Process:
     """Start one api process and wait until it is ready."""
-    command = [sys.executable, "-m", "yoro", "api", "--port", str(API_PORT)]
+    command = [sys.executable, "-m", "yoro", "api", "--port", str(port)]
     database = {"YORO_DATABASE_URL": where.postgres.url()}
-    return start(command, f"http://127.0.0.1:{API_PORT}", "/readyz", database | dict(environment or {}))
+    return start(command, f"http://127.0.0.1:{port}", "/readyz", database | dict(environment or {}))
 
 
 def start_bare(where: Installation) -> Process:

@@ -2,9 +2,9 @@
 
 A thread takes whatever has queued up while transactions ran and writes it at once, so the cost of
 durability is shared by all that wait; further threads, if configured, fill the time in which a commit
-waits for the disk, but only with as much as is being committed: two that flush one item each would keep
-everybody else waiting for both. Bounded by items and bytes: beyond, callers are refused (503) rather
-than queued, and memory stays flat. Nobody is answered before the commit.
+waits for the disk, but only with as much as is being committed, and with enough: two that flush one item
+each would keep everybody else waiting for both. Bounded by items and bytes: beyond, callers are refused
+(503) rather than queued, and memory stays flat. Nobody is answered before the commit.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ MAX_ITEMS = 500
 MAX_BYTES = 8 << 20
 """Bytes of documents in one transaction, unless one caller brings more."""
 
+WORTH_ITEMS = 8
+"""Items that are worth a transaction beside another: each costs what ten items cost in it."""
 PATIENCE_SECONDS = 0.005
 """How long items wait for company at most while other threads write."""
 
@@ -104,7 +106,7 @@ class GroupCommit:
 
     def _is_due(self) -> bool:
         """Whether what waits is worth a transaction of its own beside those that run."""
-        return self._closing or self._items >= min(self._in_hand, default=0)
+        return self._closing or not self._in_hand or self._items >= max(WORTH_ITEMS, min(self._in_hand))
 
     def _drain(self) -> None:
         while group := self._next():

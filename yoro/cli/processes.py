@@ -93,12 +93,28 @@ def api(
 
     set_up_logging("api")
     _hold_on(lifeline)
+    _stay_on_core()
     # Long-polls may wait a minute: a process that is told to stop does not. Nothing here asks who the client
     # is, so what proxies say of it need not be read, a request at a time.
     uvicorn.run(
         create_app(), host=host, port=port, log_level="warning", access_log=False, backlog=1024,
         timeout_graceful_shutdown=5, proxy_headers=False, server_header=False,
     )  # fmt: skip
+
+
+def _stay_on_core() -> None:
+    """Keep this process on the core that settings name: its threads take turns, and what one leaves in the
+    core's cache the next one needs.
+    """
+    from service.settings import Settings
+
+    core = Settings().api_core
+    if core is None:
+        return
+    allowed = os.sched_getaffinity(0)
+    if core not in allowed:
+        raise typer.BadParameter(f"YORO_API_CORE={core}: this process may run on {sorted(allowed)}")
+    os.sched_setaffinity(0, {core})
 
 
 def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, text
 
 from service.database.engine import transaction
 from service.errors import Unavailable
-from service.ingest.group_commit import MAX_ITEMS, GroupCommit
+from service.ingest.group_commit import MAX_ITEMS, WORTH_ITEMS, GroupCommit
 from service.ingest.writer import Item, Outcome, Writer
 from service.schemas import TraceAccepted
 from tests.conftest import MakePolicy
@@ -80,23 +80,24 @@ def test_beyond_items_or_bytes_callers_are_refused_and_the_rest_is_written(
     assert stored(engine) == 5
 
 
-def test_a_second_transaction_waits_until_it_is_as_large_as_the_first(
-    engine: Engine, make_policy: MakePolicy
+@pytest.mark.parametrize(("in_hand", "enough"), [(2, WORTH_ITEMS), (WORTH_ITEMS + 2, WORTH_ITEMS + 2)])
+def test_a_second_transaction_waits_until_it_is_as_large_as_the_first_and_worth_it(
+    in_hand: int, enough: int, engine: Engine, make_policy: MakePolicy
 ) -> None:
     policy, gate = make_policy().id, FirstHeld()
     writer = Writer(engine, before_commit=gate)
-    writes = GroupCommit(writer, max_items=10, max_bytes=1000, threads=2, patience=60.0)
-    first = writes.submit(one(policy) + one(policy), 1)
+    writes = GroupCommit(writer, max_items=100, max_bytes=1000, threads=2, patience=60.0)
+    first = writes.submit([item for _ in range(in_hand) for item in one(policy)], 1)
     assert gate.held.wait(30)
-    others = [writes.submit(one(policy), 1) for _ in range(2)]
+    others = [writes.submit(one(policy), 1) for _ in range(enough)]
     assert all(isinstance(future.result(30)[0], TraceAccepted) for future in others)
     assert not first.done()
     gate.open()
-    assert len(first.result(30)) == 2
+    assert len(first.result(30)) == in_hand
     writes.close()
     with transaction(engine) as connection:
         found = connection.execute(text("SELECT count(DISTINCT xmin::text) FROM rollouts")).scalar_one()
-    assert found == 2, "the two that came one by one share a transaction"
+    assert found == 2, "those that came one by one share a transaction"
 
 
 def test_what_finds_no_company_is_written_beside_a_transaction_that_hangs(
