@@ -5,7 +5,7 @@
 `system`, `context` and `tools` may be absent; a reward may be null, which is missing, not zero. Where the
 prompt was more than one message, `messages` says which, and `system` and `prompt` are for people. Opens no
 files. Invariants: only what was known before the first action becomes a feature; other fields of a
-line are ignored; what `calibration_line` writes, `parsed_line` reads back as the same features.
+line are ignored; what `calibration_line` writes, `parsed_lines` reads back as the same features.
 """
 
 from __future__ import annotations
@@ -42,15 +42,11 @@ class CalibrationSet:
 
 
 def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_rewards: int = 2) -> CalibrationSet:
-    """Parse JSON lines; tasks with fewer rewards are left out, a malformed line is a ValueError.
-
-    A task has one line: on two it would be its own neighbour.
-    """
-    numbered = [(n, parsed_line(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
-    check_unique((number, task_id) for number, (task_id, _, _) in numbered)
-    kept = [entry for _, entry in numbered if len(entry[2]) >= max(2, minimum_rewards)]
+    """Parse JSON lines; tasks with fewer rewards are left out, a malformed line is a ValueError."""
+    entries = parsed_lines(lines)
+    kept = [entry for entry in entries if len(entry[2]) >= max(2, minimum_rewards)]
     if not kept:
-        raise ValueError(f"none of {len(numbered)} tasks has {max(2, minimum_rewards)} rewards")
+        raise ValueError(f"none of {len(entries)} tasks has {max(2, minimum_rewards)} rewards")
     vectors = encode([features.text for _, features, _ in kept])
     tasks = [
         calibration_task(task_id, features, vector)
@@ -59,15 +55,37 @@ def read_calibration_set(lines: Iterable[str], encode: Encode, *, minimum_reward
     return CalibrationSet(tasks, [rewards for _, _, rewards in kept])
 
 
-def parsed_line(line: str, number: int) -> tuple[str, TaskFeatures, NDArray[np.float64]]:
-    """Task id, features and rewards of one line; a ValueError names the line and the field."""
-    entry = checked_line(line, number)
-    features = task_features(prompt_messages(entry), entry.get("tools") or [], entry.get("context") or {})
-    return entry["task_id"], features, np.array(entry["rewards"], dtype=np.float64)
+def parsed_lines(lines: Iterable[str]) -> list[tuple[str, TaskFeatures, NDArray[np.float64]]]:
+    """Task id, features and rewards of each line; raises as `checked_lines` does."""
+    return [
+        (entry["task_id"], line_features(entry), np.array(entry["rewards"], dtype=np.float64))
+        for entry in checked_lines(lines)
+    ]
 
 
-def checked_line(line: str, number: int) -> dict[str, Any]:
-    """The fields of one line, missing rewards left out; a ValueError names the line and the field."""
+def line_features(entry: Mapping[str, Any]) -> TaskFeatures:
+    """The features of the task that a checked line states."""
+    return task_features(prompt_messages(entry), entry.get("tools") or [], entry.get("context") or {})
+
+
+def checked_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The fields of each line that is not blank, missing rewards left out.
+
+    A ValueError names the line and the field. A task has one line: on two it would be its own neighbour.
+    """
+    entries, first = [], dict[str, int]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        entry = _checked(line, number)
+        task_id = entry["task_id"]
+        if first.setdefault(task_id, number) != number:
+            raise ValueError(f"line {number}: `task_id` {task_id!r} is on line {first[task_id]} already")
+        entries.append(entry)
+    return entries
+
+
+def _checked(line: str, number: int) -> dict[str, Any]:
     entry = _parsed(line, number)
     for name, kind in (REQUIRED | OPTIONAL).items():
         if not isinstance(entry.get(name), kind) and (name in REQUIRED or entry.get(name) is not None):
@@ -88,14 +106,6 @@ def _parsed(line: str, number: int) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ValueError(f"line {number}: must be an object")  # noqa: TRY004 - every defect is a ValueError
     return entry
-
-
-def check_unique(task_ids: Iterable[tuple[int, str]]) -> None:
-    """Raise a ValueError where a task has two of these numbered lines: it would be its own neighbour."""
-    first: dict[str, int] = {}
-    for number, task_id in task_ids:
-        if first.setdefault(task_id, number) != number:
-            raise ValueError(f"line {number}: `task_id` {task_id!r} is on line {first[task_id]} already")
 
 
 def prompt_messages(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 Must run inside the caller's transaction. Fresh means: sampled from a version at most `max_staleness`
 below the head. Ready rollouts are read depth by depth in the order of one index, so that a look reads
 only as far as a batch's worth of tasks reaches, and nothing that is stale. Where fresh rollouts are of
-fewer tasks than a batch holds, or those of the last tasks lie far back, it goes over all of them, once:
-with 150,000 of 10 tasks it takes 25 to 50 ms. `overload.backlog_batches` bounds how many there can be.
+fewer tasks than a batch holds, or those of the last tasks lie far back, it goes over all of them, once;
+`overload.backlog_batches` bounds how many there can be.
 """
 
 from datetime import datetime

@@ -8,7 +8,7 @@ dies before `observe` costs the choice one batch and training nothing.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, Engine, text
 
@@ -71,7 +71,7 @@ class Ended:
     """Of the newest of them."""
     state: Selection
     """With their errors, not fitted anew."""
-    to_fit: list[int] = field(default_factory=list)
+    to_fit: list[int]
     """Rollouts that hyperparameters are to be fitted to now, oldest first."""
 
 

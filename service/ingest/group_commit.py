@@ -24,7 +24,7 @@ MAX_BYTES = 8 << 20
 """Bytes of documents in one transaction, unless one caller brings more."""
 
 WORTH_ITEMS = 8
-"""Items that are worth a transaction beside another: each costs what ten items cost in it."""
+"""Items that are worth a transaction beside another, whose own cost they share."""
 PATIENCE_SECONDS = 0.005
 """How long items wait for company at most while other threads write."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, text
 
-from service.baselines.calibration_sets import parsed_line
+from service.baselines.calibration_sets import parsed_lines
 from service.batches import calibration_export, erasure, history, vectors
 from service.batches.calibration_export import Wanted
 from service.database import policies
@@ -58,8 +58,7 @@ def exported(engine: Engine, **wanted: Any) -> dict[str, list[float]]:
     """Rewards by task id."""
     with transaction(engine) as connection:
         lines = [found.line for found in calibration_export.export(connection, Wanted("support", **wanted))]
-    read = [parsed_line(line, number) for number, line in enumerate(lines, 1)]
-    return {task_id: rewards.tolist() for task_id, _, rewards in read}
+    return {task_id: rewards.tolist() for task_id, _, rewards in parsed_lines(lines)}
 
 
 def test_a_line_reads_back_as_the_features_that_the_baselines_saw(
@@ -75,7 +74,7 @@ def test_a_line_reads_back_as_the_features_that_the_baselines_saw(
         encoded = {each: np.ones(2, dtype="<f4").tobytes() for each in missing}
         vectors.remember(connection, HashingEncoder.name, missing, encoded)
         seen = history.load(connection, ids, HashingEncoder.name).scored.tasks[0]
-    task_id, features, rewards = parsed_line(found.line, 1)
+    ((task_id, features, rewards),) = parsed_lines([found.line])
     assert (task_id, rewards.tolist()) == ("t", [1, 0])
     assert features == seen.features
     assert "refund: Pay back." in features.text

@@ -1,5 +1,6 @@
 """`yoro calibration-set`: tasks out of a real database, and into one as history that batches start from."""
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, text
 
-from service.baselines.calibration_sets import parsed_line
-from service.batches import history, vectors
+from service.baselines.calibration_sets import parsed_lines
+from service.batches import alerts, history, vectors
 from service.database.engine import transaction
 from tests import training_ground
 from tests.training_ground import HashingEncoder
 from tests.yoro.commands import run
+from yoro.cli import calibration_sets
 from yoro.client import Client
 
 LINES = [
@@ -76,7 +78,7 @@ def test_an_import_is_history_with_the_features_of_its_lines(engine: Engine, fil
     assert [tuple(row) for row in states] == [("excluded", "untrainable:no_assistant_turn")]
     # the last round of attempts is the newest history, and holds every task
     assert found.rewards[0] == 0.75
-    expected = {line["task_id"]: parsed_line(json.dumps(line), 1)[1] for line in LINES}
+    expected = {task_id: features for task_id, features, _ in parsed_lines(map(json.dumps, LINES))}
     assert [task.features for task in found.tasks if task.task_key == "id:a"] == [expected["a"]] * 2
     assert [task.features for task in found.tasks if task.task_key == "id:b"] == [expected["b"]]
     assert sorted(found.rewards) == [0.25, 0.75, 1.0]
@@ -239,3 +241,8 @@ def test_prompts_of_several_messages_come_back_as_the_same_tasks(engine: Engine,
         features = connection.execute(text("SELECT DISTINCT text_digest FROM rollout_features")).all()
         tasks = connection.execute(text("SELECT DISTINCT task_key FROM rollouts")).all()
     assert (len(features), len(tasks)) == (1, 1)
+
+
+def test_the_alert_on_silent_graders_knows_the_name_that_imports_go_by() -> None:
+    (default,) = inspect.signature(calibration_sets.import_).parameters["grader"].default
+    assert default == alerts.SPEAKS_ONCE

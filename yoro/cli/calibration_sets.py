@@ -102,17 +102,16 @@ def import_(
 
 
 def _tasks(file: Path) -> list[dict[str, Any]]:
-    from service.baselines.calibration_sets import check_unique, checked_line
+    from service.baselines.calibration_sets import checked_lines
 
     try:
         with file.open(encoding="utf-8-sig") as lines:
-            numbered = [(n, checked_line(line, n)) for n, line in enumerate(lines, 1) if line.strip()]
-        check_unique((number, task["task_id"]) for number, task in numbered)
+            tasks = checked_lines(lines)
     except ValueError as error:
         raise typer.BadParameter(f"{file}: {error}") from error
-    if not any(task["rewards"] for _, task in numbered):
+    if not any(task["rewards"] for task in tasks):
         raise typer.BadParameter(f"{file} holds no reward")
-    return [task for _, task in numbered]
+    return tasks
 
 
 def _require_reward(rule: Mapping[str, Any], graders: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from yoro.cli.processes import Lifeline, MetricsPort, start
+from yoro.cli.processes import Lifeline, MetricsPort, probes, start
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -45,7 +45,7 @@ def consume(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
     directory = Directory(engine, load_functions(settings.mask_functions))
     directory.start()
     meter = LagMeter(settings.kafka.oldest_seconds)
-    _probes(metrics_port, engine, meter)
+    probes(metrics_port, engine, meter.is_ready)
     with _disposing(engine), closing(directory), _beside(_companions(settings, engine, meter, stop), stop):
         _take(settings, engine, directory, meter, stop)
 
@@ -71,14 +71,6 @@ def create(
     )  # fmt: skip
     for name, is_new in made.items():
         print(f"{name}: {'created' if is_new else 'was there already'}")
-
-
-def _probes(port: int, engine: "Engine", meter: "LagMeter") -> None:
-    from service.database import migrate as migrations
-    from service.telemetry import serve_probes
-
-    if port:
-        serve_probes(port, lambda: meter.is_ready() and migrations.is_current(engine))
 
 
 def _companions(

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -91,9 +92,9 @@ def api(
     from service.api.app import create_app
     from service.telemetry import set_up_logging
 
+    _stay_on_core()
     set_up_logging("api")
     _hold_on(lifeline)
-    _stay_on_core()
     # Long-polls may wait a minute: a process that is told to stop does not. Nothing here asks who the client
     # is, so what proxies say of it need not be read, a request at a time.
     uvicorn.run(
@@ -128,7 +129,7 @@ def schedule(lifeline: Lifeline = -1, metrics_port: MetricsPort = 0) -> None:
 
     settings, stop = Settings(), start("scheduler", lifeline)
     engine = database.connect(settings.database_url, name="scheduler")
-    _probes(metrics_port, engine)
+    probes(metrics_port, engine)
     relay = threading.Thread(target=Relay(engine, hosts=settings.hook_hosts).run, args=(stop,), daemon=True)
     relay.start()
     promoter = threading.Thread(target=Promoter(engine, settings).run, args=(stop,), daemon=True)
@@ -193,7 +194,7 @@ def _lead(
         engine = database.connect(
             settings.database_url, name="trainer", idle_transaction_seconds=settings.lease_seconds
         )
-        _probes(metrics_port, engine)
+        probes(metrics_port, engine)
         holder, tracking = f"{socket.gethostname()}:{os.getpid()}", open_tracking(settings)
         worker = Worker(
             engine, store, settings, holder, restorer, progress=progress, tracking=tracking, team=team
@@ -233,9 +234,10 @@ def _hold_on(lifeline: int) -> None:
         hold_on(lifeline)
 
 
-def _probes(port: int, engine: "Engine") -> None:
+def probes(port: int, engine: "Engine", is_ready: Callable[[], bool] = lambda: True) -> None:
+    """Serve probes and metrics on a port other than 0; ready means a current schema, too."""
     from service.database import migrate as migrations
     from service.telemetry import serve_probes
 
     if port:
-        serve_probes(port, lambda: migrations.is_current(engine))
+        serve_probes(port, lambda: is_ready() and migrations.is_current(engine))
